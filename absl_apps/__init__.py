@@ -1,0 +1,1 @@
+"""Flag-driven programs built on gradaccum's public API."""

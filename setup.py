@@ -1,0 +1,46 @@
+"""Installs gradaccum; the extras are described in README.md."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+from setuptools import find_packages, setup
+
+ROOT = pathlib.Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "gradaccum/__init__.py").read_text())[1]
+
+APPS = ["tqdm>=4.60"]
+TEST = APPS + [
+    "pytest>=8",
+    "hypothesis>=6.100",
+    "flax>=0.12",
+    "dm-haiku>=0.0.16",
+    "equinox>=0.13",
+]
+
+setup(
+    name="gradaccum",
+    version=VERSION,
+    description="Gradient accumulation for JAX and optax with exactly one cross-device mean per step",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.11",
+    packages=find_packages(include=["gradaccum", "gradaccum.*", "absl_apps", "absl_apps.*"]),
+    package_data={"gradaccum": ["py.typed", "CHANGELOG.md"]},
+    install_requires=[
+        "jax>=0.10.0",
+        "jaxlib>=0.10.0",
+        "numpy>=2.0",
+        "optax>=0.2.8",
+        "chex>=0.1.91",
+        "absl-py>=2.1",
+    ],
+    extras_require={
+        "apps": APPS,
+        "aot-tpu": ["libtpu"],
+        "aot-gpu": ["jax-cuda12-plugin", "jax-cuda12-pjrt"],
+        "test": TEST,
+        "dev": TEST + ["ruff>=0.12", "mypy>=1.17"],
+    },
+)

@@ -1,0 +1,110 @@
+"""Which devices a program runs on, and `--mesh=dp=8` read into a mesh.
+
+`prepare_platform` must run before the first device query, because JAX settles its platform and
+its number of CPU devices at that query; `make` is the first to ask.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.metadata
+import math
+import os
+import re
+from collections.abc import Mapping
+
+import jax
+
+# What the kernel shows of the accelerators that JAX itself looks for.
+_ACCELERATOR_NODES = (
+    "/dev/accel*",  # TPU v2 to v4
+    "/dev/vfio/[0-9]*",  # TPU v5 and later
+    "/dev/nvidia[0-9]*",
+    "/dev/nvidiactl",  # NVIDIA in containers
+    "/dev/dxg",  # GPUs under WSL 2
+    "/dev/kfd",  # AMD
+)
+_GOOGLE_PCI_VENDOR = "0x1ae0"
+_GOOGLE_PCI_NETWORK_CARD = "0x0042"  # on every Google Cloud machine, TPU or not
+
+
+def prepare_platform(cpu_devices: int) -> None:
+    """Ask for `cpu_devices` simulated devices should JAX run on the CPU; query no device.
+
+    What the environment or the caller has already chosen is kept: JAX_PLATFORMS,
+    JAX_NUM_CPU_DEVICES and XLA_FLAGS=--xla_force_host_platform_device_count.
+
+    Args:
+      cpu_devices: the number of simulated CPU devices. Accelerators, where there are any, are
+        used as they are.
+    """
+    if jax.config.jax_platforms is None and not _accelerator_possible():
+        # With libtpu installed for ahead-of-time compilation but no TPU in the machine, JAX falls
+        # back to the CPU too, but only after libtpu has written several errors to stderr.
+        jax.config.update("jax_platforms", "cpu")
+    forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if jax.config.jax_num_cpu_devices < 0 and not forced:
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+
+
+def parse(text: str) -> dict[str, int]:
+    """Return the axes of `"dp=8"` or `"replica=2,dp=4"`, in order.
+
+    Raises:
+      ValueError: unless the text is a list of distinct `name=size`, each size at least 1.
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"([A-Za-z_]\w*)=(\d+)", part.strip())
+        if match is None or int(match[2]) < 1 or match[1] in axes:
+            raise ValueError(
+                f"{part!r} is not a new axis name=size with size >= 1; "
+                "write for example --mesh=dp=8."
+            )
+        axes[match[1]] = int(match[2])
+    return axes
+
+
+def make(axes: Mapping[str, int]) -> jax.sharding.Mesh:
+    """Return a mesh of the first devices, as many as the axes need.
+
+    Raises:
+      ValueError: if there are fewer devices than that.
+    """
+    devices, needed = jax.devices(), math.prod(axes.values())
+    if needed > len(devices):
+        platform = devices[0].platform
+        remedy = f"--cpu_devices={needed} simulates more" if platform == "cpu" else "use fewer"
+        product = " * ".join(map(str, axes.values()))
+        raise ValueError(
+            f"--mesh={','.join(f'{name}={size}' for name, size in axes.items())}: needs "
+            f"{product + ' = ' if len(axes) > 1 else ''}{needed} devices, found {len(devices)} "
+            f"({platform}); {remedy}."
+        )
+    # Auto axes: the step is written for the whole batch, and the compiler places the rest.
+    return jax.make_mesh(
+        tuple(axes.values()),
+        tuple(axes),
+        axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
+        devices=devices[:needed],
+    )
+
+
+def _accelerator_possible() -> bool:
+    """Whether any accelerator, or a JAX plugin for one unknown here, is in this machine."""
+    if any(glob.glob(pattern) for pattern in _ACCELERATOR_NODES):
+        return True
+    for vendor in glob.glob("/sys/bus/pci/devices/*/vendor"):
+        ids = [_read(vendor), _read(os.path.join(os.path.dirname(vendor), "device"))]
+        if ids[0] == _GOOGLE_PCI_VENDOR and ids[1] != _GOOGLE_PCI_NETWORK_CARD:
+            return True
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    return any(not re.match("xla_(cuda|rocm)", plugin.name) for plugin in plugins)
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as stream:
+            return stream.read().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,84 @@
+"""The program's devices: `--mesh` text, meshes, and a platform chosen before any device query."""
+
+import jax
+import pytest
+
+from absl_apps import meshes
+
+
+@pytest.mark.parametrize(
+    ("text", "axes"),
+    [
+        ("dp=8", {"dp": 8}),
+        ("replica=2,dp=4", {"replica": 2, "dp": 4}),
+        ("a=1, b_2=3", {"a": 1, "b_2": 3}),
+    ],
+)
+def test_parse(text, axes):
+    parsed = meshes.parse(text)
+    assert list(parsed.items()) == list(axes.items())
+
+
+@pytest.mark.parametrize("text", ["", "dp", "dp=", "=8", "dp=0", "dp=-1", "dp=2,dp=4", "8", "dp=x"])
+def test_bad_text_is_refused_with_an_example(text):
+    with pytest.raises(ValueError, match=r"is not a new axis .*write for example --mesh=dp=8"):
+        meshes.parse(text)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_a_mesh_may_use_some_of_the_devices(size):
+    mesh = meshes.make({"dp": size})
+    assert dict(mesh.shape) == {"dp": size}
+    assert set(mesh.devices.flat) == set(jax.devices()[:size])
+    assert mesh.axis_types == (jax.sharding.AxisType.Auto,)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"dp": 16}, r"--mesh=dp=16: needs 16 devices, found 8 \(cpu\); --cpu_devices=16"),
+        ({"r": 3, "dp": 4}, r"--mesh=r=3,dp=4: needs 3 \* 4 = 12 devices, found 8"),
+    ],
+    ids=["one-axis", "two-axes"],
+)
+def test_too_large_a_mesh_is_refused_with_the_numbers(axes, message):
+    with pytest.raises(ValueError, match=message):
+        meshes.make(axes)
+
+
+@pytest.fixture
+def config(monkeypatch):
+    """A stand-in for jax.config, as in a fresh process; the real one is settled by now."""
+
+    class Config:
+        jax_platforms = None
+        jax_num_cpu_devices = -1
+
+        def update(self, name, value):
+            setattr(self, name, value)
+
+    monkeypatch.setattr(meshes.jax, "config", Config())
+    monkeypatch.setattr(meshes, "_accelerator_possible", lambda: False)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    return meshes.jax.config
+
+
+def test_without_accelerators_the_platform_is_the_cpu(config):
+    meshes.prepare_platform(8)
+    assert (config.jax_platforms, config.jax_num_cpu_devices) == ("cpu", 8)
+
+
+def test_accelerators_are_left_to_jax(config, monkeypatch):
+    monkeypatch.setattr(meshes, "_accelerator_possible", lambda: True)
+    meshes.prepare_platform(8)
+    assert config.jax_platforms is None
+
+
+def test_choices_already_made_are_kept(config, monkeypatch):
+    config.jax_platforms, config.jax_num_cpu_devices = "cuda", 4
+    meshes.prepare_platform(8)
+    assert (config.jax_platforms, config.jax_num_cpu_devices) == ("cuda", 4)
+    config.jax_num_cpu_devices = -1
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    meshes.prepare_platform(8)
+    assert config.jax_num_cpu_devices == -1

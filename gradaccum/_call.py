@@ -1,0 +1,282 @@
+"""One call of a decorated loss: checked, traced, sharded over the data axes, differentiated."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from optax.microbatching import AccumulationType
+
+from gradaccum import _checks, _jaxpr, _loop, _reduce
+from gradaccum._mesh import UNSET, AxisName, DataMesh, Unset, is_typed, vary, varying_axes
+from gradaccum._microbatch import Arguments, Role, Selection, is_key, split
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What was given at decoration, checked. Hashable: a part of the cache's key."""
+
+    fun: Callable[..., Any]
+    microbatches: int
+    axis_name: AxisName | None | Unset
+    mesh: Mesh | AbstractMesh | None
+    batch: Selection
+    has_aux: bool
+    aux_leaves: tuple[AccumulationType, ...]
+    aux_tree: Any
+    loss_reduction: str
+    weight_fn: Callable[..., Any] | None
+    keys: Selection | Unset
+    accumulator_dtype: Any
+    reduce_dtype: Any
+    fused: bool
+    overlap: bool
+    unroll: int
+
+    def accumulator_of(self, dtype: Any) -> Any:
+        """Returns the dtype that gradients of this dtype are accumulated in."""
+        if self.accumulator_dtype is None:
+            return jnp.promote_types(dtype, jnp.float32)
+        return _reduce.narrow(dtype, self.accumulator_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call without its arrays: equal calls share one compiled program.
+
+    `differentiated` says of each array leaf whether its gradient is wanted; None, in a call that
+    is not differentiated.
+    """
+
+    options: Options
+    form: Arguments
+    where: DataMesh
+    differentiated: tuple[bool, ...] | None = None
+
+
+def _labelled(call: Call, arrays: Sequence[Any], keep: Callable[[int], bool]) -> dict[str, Any]:
+    paths = call.form.paths(call.options.fun)
+    return {path: arrays[i] for i, path in enumerate(paths) if keep(i)}
+
+
+def _check(call: Call, arrays: Sequence[Any]) -> None:
+    """Checks the arrays' global shapes and the call's form, before anything is computed."""
+    options, form, where = call.options, call.form, call.where
+    roles, owners = form.roles, form.owners()
+    devices = 1 if where.manual else where.size
+    batch = _labelled(call, arrays, lambda i: roles[i] is Role.BATCH)
+    size = _checks.check_batch(batch, form.names, options.microbatches, devices)
+
+    named = [] if options.keys is UNSET else [*options.keys.positions, *options.keys.keywords]
+    holders = {owners[i] for i, role in enumerate(roles) if role is Role.KEY}
+    selected = [i for i, name in enumerate(form.names) if form.is_key[i] and i not in holders]
+    _checks.check_named_keys([form.names[i] for i in selected])
+    if options.keys is UNSET or named:
+        shared = lambda i: roles[i] is Role.BROADCAST and is_key(arrays[i])  # noqa: E731
+        _checks.check_shared_keys(_labelled(call, arrays, shared))
+
+    if devices * options.microbatches == 1:
+        return
+    # Without a differentiated argument, the first is taken to be what elsewhere is (as jax.grad).
+    exempt = {i for i, name in enumerate(form.names) if name == 0}
+    if call.differentiated is not None:
+        exempt = {owners[i] for i, d in enumerate(call.differentiated) if d}
+
+    def forgotten(i: int) -> bool:
+        whole = roles[i] is Role.BROADCAST and owners[i] not in exempt
+        return whole and arrays[i].ndim > 0 and arrays[i].shape[0] == size
+
+    _checks.check_forgotten(_labelled(call, arrays, forgotten), size)
+
+
+def _trace_loss(call: Call, axes: Sequence[str], sample: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Returns the loss of one microbatch as a jaxpr, aux's tree and its leaves' accumulation."""
+    options = call.options
+    found: list[Any] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        args, kwargs = call.form.rebuild(arrays)
+        output = options.fun(*args, **kwargs)
+        loss, aux = _checks.split_output(output, options.has_aux)
+        accumulator = jax.tree.unflatten(options.aux_tree, options.aux_leaves)
+        leaves, tree = jax.tree.flatten(aux)
+        found.extend([tree, _checks.aux_types(accumulator, aux) if options.has_aux else []])
+        return [vary(jnp.asarray(x), axes) for x in (loss, *leaves)]
+
+    program = jax.make_jaxpr(flat)(*sample)
+    warning = _checks.check_data_collectives(
+        _jaxpr.collectives_over(program, call.where.axis_names),
+        call.where.axis_names,
+        options.microbatches,
+        options.weight_fn is not None,
+    )
+    if warning:
+        warnings.warn(warning, stacklevel=2)
+    return program, *found
+
+
+def _weigh(call: Call, arrays: Sequence[Any]) -> jax.Array:
+    weight = call.options.weight_fn(*call.form.batch_arguments(arrays))  # type: ignore[misc]
+    _checks.check_weight(weight)
+    return jax.lax.stop_gradient(jnp.asarray(weight))
+
+
+def _local(call: Call, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
+    """Accumulates this device's microbatches and takes the one mean.
+
+    Returns:
+      "shared": loss, aux and gradients that are the same on all data devices; "rows": those that
+      are split over them like the batch. `found` receives aux's tree.
+    """
+    options, where, roles = call.options, call.where, call.form.roles
+    k = options.microbatches
+    typed = where.axis_names if where.manual and is_typed(where.axis_names) else ()
+    leaves = [x if is_key(x) else vary(x, typed) for x in arrays]
+    rows = [i for i, role in enumerate(roles) if role is Role.BATCH]
+    size = leaves[rows[0]].shape[0]
+    for i in rows:
+        leaves[i] = split(leaves[i], k)
+    _checks.contract_microbatches([leaves[i] for i in rows], k, size)
+
+    sample = [x[0] if role is Role.BATCH else x for role, x in zip(roles, leaves, strict=True)]
+    program, tree, types = _trace_loss(call, typed, sample)
+    found.append(tree)
+    weighted = options.weight_fn is not None
+    mean = options.loss_reduction == "mean" and not weighted
+    loop = _loop.Loop(
+        loss=program,
+        weigh=functools.partial(_weigh, call) if weighted else None,
+        aux_types=types,
+        roles=roles,
+        differentiated=call.differentiated or (False,) * len(arrays),
+        dtypes=[None if is_key(x) else options.accumulator_of(x.dtype) for x in arrays],
+        scale=1 / (k * where.size) if mean else 1.0,
+        microbatches=k,
+        fused=options.fused,
+        overlap=options.overlap,
+        unroll=options.unroll,
+    )
+    device = jax.lax.axis_index(where.axis_names) if where.axis_names else 0
+    sums, own = _loop.accumulate(loop, leaves, device * k)
+    total = _reduce.all_reduce_sum(sums, where, options.reduce_dtype)
+    total, own = _reduce.normalise(
+        total,
+        own,
+        aux_types=types,
+        weighted=weighted,
+        loss_reduction=options.loss_reduction,
+        count=k * where.size,
+    )
+    aux_dtypes = [x.dtype for x in program.out_avals[1:]]
+    like = lambda g, x: None if g is None else vary(g.astype(x.dtype), varying_axes(x))  # noqa: E731
+    return {
+        "shared": {
+            "loss": total.loss.astype(loop.loss_dtype),
+            "aux": [_cast_aux(x, d) for x, d in zip(total.aux, aux_dtypes, strict=True)],
+            "grads": [like(g, x) for g, x in zip(total.grads, arrays, strict=True)],
+        },
+        "rows": {
+            "aux": own.aux,
+            "grads": [like(g, x) for g, x in zip(own.grads, arrays, strict=True)],
+        },
+    }
+
+
+def _cast_aux(x: Any, dtype: Any) -> Any:
+    return x if x is None or not jnp.issubdtype(dtype, jnp.inexact) else x.astype(dtype)
+
+
+def _run(call: Call, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
+    """Returns loss, aux and each array leaf's gradient (None where not wanted)."""
+    _check(call, arrays)
+    where, found = call.where, []
+    local = functools.partial(_local, call, found)
+    if where.axis_names and not where.manual:
+        data, shared = PartitionSpec(where.axis_names), PartitionSpec()
+        local = jax.shard_map(
+            local,
+            mesh=where.mesh,
+            in_specs=tuple(data if role is Role.BATCH else shared for role in call.form.roles),
+            out_specs={"shared": shared, "rows": data},
+            axis_names=set(where.axis_names),
+            check_vma=False,
+        )
+        if where.explicit_axes:
+            local = _with_auto_axes(local, where, call, arrays)
+    out = local(*arrays)
+    pick = lambda a, b: b if a is None else a  # noqa: E731
+    aux = [pick(a, b) for a, b in zip(out["shared"]["aux"], out["rows"]["aux"], strict=True)]
+    grads = [pick(a, b) for a, b in zip(out["shared"]["grads"], out["rows"]["grads"], strict=True)]
+    wanted = [i for i, g in enumerate(grads) if g is not None]
+    _checks.contract_gradients([grads[i] for i in wanted], [arrays[i] for i in wanted])
+    return out["shared"]["loss"], jax.tree.unflatten(found[0], aux), grads
+
+
+def _with_auto_axes(local: Any, where: DataMesh, call: Call, arrays: Sequence[Any]) -> Any:
+    """Makes Explicit axes Auto inside; what comes out has the sharding of what went in."""
+
+    def of(spec: PartitionSpec) -> Any:
+        return spec if where.mesh is None else NamedSharding(where.mesh, spec)
+
+    data, shared = of(PartitionSpec(where.axis_names)), of(PartitionSpec())
+    wanted = call.differentiated or (False,) * len(arrays)
+    grads = {Role.BROADCAST: [None] * len(arrays), Role.BATCH: [None] * len(arrays)}
+    for i, (x, role) in enumerate(zip(arrays, call.form.roles, strict=True)):
+        if wanted[i]:
+            grads[role][i] = of(jax.typeof(x).sharding.spec)
+    out = {
+        "shared": {"loss": shared, "aux": shared, "grads": grads[Role.BROADCAST]},
+        "rows": {"aux": data, "grads": grads[Role.BATCH]},
+    }
+    return jax.sharding.auto_axes(local, axes=where.explicit_axes, out_sharding=out)
+
+
+_run_cached = jax.jit(_run, static_argnums=0)
+
+
+def run(call: Call, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
+    """Runs under jit: from one cache in an eager call; inside a trace that keeps nothing alive."""
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return jax.jit(functools.partial(_run, call))(list(arrays))
+    return _run_cached(call, list(arrays))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def differentiable(call: Call, *arrays: Any) -> tuple[Any, Any]:
+    loss, aux, _ = run(call, arrays)
+    return loss, aux
+
+
+def _fwd(call: Call, *primals: Any) -> tuple[Any, list[Any]]:
+    wanted = tuple(
+        bool(p.perturbed) and bool(jnp.issubdtype(p.value.dtype, jnp.inexact)) for p in primals
+    )
+    loss, aux, grads = run(
+        dataclasses.replace(call, differentiated=wanted), [p.value for p in primals]
+    )
+    return (loss, aux), grads
+
+
+def _bwd(call: Call, grads: list[Any], cotangents: Any) -> tuple[Any, ...]:
+    loss_ct, aux_ct = cotangents
+    zero = jax.custom_derivatives.SymbolicZero
+    for ct in jax.tree.leaves(aux_ct, is_leaf=lambda x: isinstance(x, zero)):
+        if not isinstance(ct, zero) and ct.dtype != jax.dtypes.float0:
+            _checks.raise_aux_differentiated()
+    if isinstance(loss_ct, zero):
+        return (None,) * len(grads)
+
+    def scale(g: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(g.dtype, loss_ct.dtype)
+        return (g.astype(wide) * loss_ct.astype(wide)).astype(g.dtype)
+
+    return tuple(None if g is None else scale(g) for g in grads)
+
+
+differentiable.defvjp(_fwd, _bwd, symbolic_zeros=True)

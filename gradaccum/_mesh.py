@@ -1,0 +1,138 @@
+"""Which mesh, which data axes, and how a value varies over them."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable
+from typing import Any, Final
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+AxisName = str | tuple[str, ...]
+
+
+class Unset(enum.Enum):
+    """An argument that was not given, where `None` has a meaning of its own."""
+
+    UNSET = "unset"
+
+    def __repr__(self) -> str:
+        return "<unset>"
+
+
+UNSET: Final = Unset.UNSET
+
+
+@dataclasses.dataclass(frozen=True)
+class DataMesh:
+    """Where the data axes live: what one call needs to know of the mesh.
+
+    Attributes:
+      mesh: for `jax.shard_map`; None takes the context mesh.
+      axis_names: the data axes, in the order of the batch's sharding; empty: no collective.
+      size: n, the devices along them.
+      manual: they are manual already, in an outer `jax.shard_map`.
+      explicit_axes: the mesh's axes of type Explicit.
+    """
+
+    mesh: Mesh | AbstractMesh | None = None
+    axis_names: tuple[str, ...] = ()
+    size: int = 1
+    manual: bool = False
+    explicit_axes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " * ".join(self.axis_names) or "no data axis"
+
+
+def axis_tuple(axis_name: AxisName | None | Unset) -> tuple[str, ...]:
+    """Returns the axis names as a tuple, empty for None and unset."""
+    if axis_name is None or isinstance(axis_name, Unset):
+        return ()
+    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+
+def _describe(mesh: Mesh | AbstractMesh) -> str:
+    return "(" + ", ".join(f"{name}={size}" for name, size in mesh.shape.items()) + ")"
+
+
+def check_axes(api: str, axis_name: AxisName | None | Unset, mesh: Mesh | AbstractMesh) -> None:
+    """Raises ValueError if an axis is not one of the mesh's."""
+    unknown = [a for a in axis_tuple(axis_name) if a not in mesh.axis_names]
+    if unknown:
+        raise ValueError(
+            f"{api}: axis_name has {', '.join(map(repr, unknown))}, but the mesh's axes are "
+            f"{_describe(mesh)}. Name the axes that the batch is split over."
+        )
+
+
+def data_mesh(
+    api: str, axis_name: AxisName | None | Unset, mesh: Mesh | AbstractMesh | None
+) -> DataMesh:
+    """Finds the mesh and the data axes of one call.
+
+    Args:
+      api: the public name to start error messages with.
+      axis_name: the data axes; None for no collective; unset for the mesh's only axis.
+      mesh: the mesh given at decoration, or None for the context's.
+
+    Returns:
+      The `DataMesh`. An outer `shard_map` comes before `mesh`, which comes before `jax.set_mesh`.
+
+    Raises:
+      ValueError: no mesh with several devices, an unknown axis, an axis left to guess among
+        several, or data axes of which only some are manual.
+    """
+    if axis_name is None:
+        return DataMesh()
+    context = jax.sharding.get_abstract_mesh()
+    found = context if context.manual_axes or mesh is None else mesh
+    if not found.axis_names:
+        if jax.device_count() == 1:
+            return DataMesh()
+        raise ValueError(
+            f"{api}: no mesh, and {jax.device_count()} devices. Give mesh=..., or call inside "
+            "`with jax.set_mesh(mesh):` (a legacy `with mesh:` cannot be seen); or give "
+            "axis_name=None for no cross-device mean at all."
+        )
+    check_axes(api, axis_name, found)
+    axes = axis_tuple(axis_name)
+    if isinstance(axis_name, Unset):
+        if len(found.axis_names) > 1:
+            raise ValueError(
+                f"{api}: the mesh has {len(found.axis_names)} axes, {_describe(found)}. Give "
+                "axis_name, the axis or axes that the batch is split over."
+            )
+        axes = tuple(found.axis_names)
+    manual = [a for a in axes if a in context.manual_axes]
+    if manual and len(manual) < len(axes):
+        raise ValueError(
+            f"{api}: of the data axes {', '.join(axes)}, only {', '.join(manual)} "
+            "is manual in the outer shard_map. Make all of them manual there, or none."
+        )
+    size = 1
+    for a in axes:
+        size *= found.shape[a]
+    types = zip(found.axis_names, found.axis_types, strict=True)
+    explicit = tuple(name for name, kind in types if kind == jax.sharding.AxisType.Explicit)
+    passed = None if found is context else found
+    return DataMesh(passed, axes, size, bool(manual), explicit)
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Returns the manual axes that `x` varies over in its type; empty where types are unchecked."""
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset() if kind is None else frozenset(kind.varying)
+
+
+def is_typed(axis_names: Iterable[str]) -> bool:
+    """True inside a `shard_map` with `check_vma=True`, where values have varying axes."""
+    return any(varying_axes(jax.lax.axis_index(a)) for a in axis_names)
+
+
+def vary(x: jax.Array, axis_names: Iterable[str]) -> jax.Array:
+    """Casts `x` to vary over the axes too (`check_vma=True`); nothing to do otherwise."""
+    missing = tuple(a for a in axis_names if a not in varying_axes(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x

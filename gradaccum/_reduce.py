@@ -1,0 +1,107 @@
+"""The cross-device mean: the one place that communicates over the data axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from optax.microbatching import AccumulationType
+
+from gradaccum import _checks
+from gradaccum._mesh import DataMesh
+from gradaccum._microbatch import merge
+
+
+class Sums(NamedTuple):
+    """What one device adds up over its microbatches; w is a microbatch's weight (1 without one).
+
+    None stands where a leaf has nothing here: CONCAT aux, leaves that are not wanted.
+    """
+
+    loss: jax.Array  # []: sum of w * loss
+    weight: jax.Array  # []: sum of w
+    aux: list[Any]  # per aux leaf: the sum of w * aux (MEAN) or of aux (SUM)
+    grads: list[Any]  # per array leaf, broadcast ones: the sum of scale * w * gradient
+
+
+class Rows(NamedTuple):
+    """What each microbatch leaves of its own, stacked along a leading axis of k."""
+
+    aux: list[Any]  # per aux leaf: CONCAT ones
+    grads: list[Any]  # per array leaf, batch ones: scale * w * gradient, [k, b, ...]
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """Returns the dtype that values are summed in: float32 or int32 at least, never narrower."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.promote_types(dtype, jnp.float32)
+    return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.int32)
+
+
+def narrow(dtype: Any, wanted: Any) -> Any:
+    """Returns `wanted`, or its complex counterpart for a complex dtype; None changes nothing."""
+    if wanted is None:
+        return dtype
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jnp.promote_types(wanted, jnp.complex64)
+    return wanted
+
+
+def all_reduce_sum(sums: Sums, where: DataMesh, reduce_dtype: Any) -> Sums:
+    """Sums over the data axes with one psum; gradients travel in `reduce_dtype`."""
+    if not where.axis_names:
+        return sums
+    with jax.named_scope("gradaccum/mean"):
+        wire = sums._replace(
+            grads=jax.tree.map(lambda g: g.astype(narrow(g.dtype, reduce_dtype)), sums.grads)
+        )
+        total: Sums = jax.lax.psum(wire, where.axis_names)
+        grads = jax.tree.map(lambda t, g: t.astype(g.dtype), total.grads, sums.grads)
+        total = total._replace(grads=grads)
+    _checks.contract_reduced(total, sums)
+    return total
+
+
+def normalise(
+    total: Sums,
+    rows: Rows,
+    *,
+    aux_types: Sequence[AccumulationType],
+    weighted: bool,
+    loss_reduction: str,
+    count: int,
+) -> tuple[Sums, Rows]:
+    """Turns sums over microbatches and devices into means.
+
+    The loss is `sum(w * loss) / sum(w)`; without weights sum(w) is the count k * n, and 1 for a
+    loss that is itself a sum. MEAN aux always is a mean. Nothing but zeros where sum(w) = 0.
+
+    Args:
+      total: the sums, over all devices.
+      rows: this device's rows.
+      aux_types: how each aux leaf is accumulated.
+      weighted: whether there is a weight function.
+      loss_reduction: "mean" or "sum".
+      count: k * n. Without weights the gradients have been divided by it already.
+
+    Returns:
+      The same structures: loss, MEAN aux and gradients as means, rows `[k * b, ...]`.
+    """
+    mean_factor = jnp.asarray(1 / count, total.loss.dtype)
+    if weighted:
+        empty = total.weight == 0
+        mean_factor = jnp.where(empty, 0, 1 / jnp.where(empty, 1, total.weight))
+    loss = total.loss if loss_reduction == "sum" else total.loss * mean_factor
+
+    def scale(g: jax.Array) -> jax.Array:
+        return g * mean_factor.astype(g.dtype) if weighted else g
+
+    aux = [
+        x if x is None or kind is AccumulationType.SUM else x * mean_factor.astype(x.dtype)
+        for kind, x in zip(aux_types, total.aux, strict=True)
+    ]
+    rows = jax.tree.map(merge, rows)
+    means = total._replace(loss=loss, aux=aux, grads=jax.tree.map(scale, total.grads))
+    return means, rows._replace(grads=jax.tree.map(scale, rows.grads))

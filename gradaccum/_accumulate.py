@@ -16,7 +16,7 @@ from optax.microbatching import AccumulationType
 
 from gradaccum import _call, _checks
 from gradaccum._mesh import UNSET, AxisName, Unset, check_axes, data_mesh
-from gradaccum._microbatch import Arguments, Selection, flatten_call, is_array
+from gradaccum._microbatch import Arguments, Selection, flatten_call
 
 
 class Accumulated:
@@ -125,7 +125,7 @@ def accumulate(
     fun: Callable[..., Any] | None = None,
     *,
     microbatches: int,
-    axis_name: AxisName | None | Unset = UNSET,
+    axis_name: AxisName | Unset | None = UNSET,
     mesh: Mesh | AbstractMesh | None = None,
     batch_argnums: int | Sequence[int] = 1,
     batch_argnames: str | Sequence[str] = (),

@@ -24,7 +24,7 @@ class Options:
 
     fun: Callable[..., Any]
     microbatches: int
-    axis_name: AxisName | None | Unset
+    axis_name: AxisName | Unset | None
     mesh: Mesh | AbstractMesh | None
     batch: Selection
     has_aux: bool

@@ -61,9 +61,11 @@ def is_scanned_once(jaxpr: Any, var: Any) -> bool:
     if eqn.primitive.name in ("jit", "pjit"):
         inner = open_jaxpr(eqn.params["jaxpr"])
         return is_scanned_once(inner, inner.invars[i])
-    if eqn.primitive.name == "scan" and i >= eqn.params["num_consts"] + eqn.params["num_carry"]:
+    if eqn.primitive.name == "scan":
         body = open_jaxpr(eqn.params["jaxpr"])
-        return _reaches_no_call_twice(body, body.invars[i])
+        # Constants and carries enter the body whole; xs lose their leading axis.
+        is_xs = body.invars[i].aval.ndim == var.aval.ndim - 1
+        return is_xs and _reaches_no_call_twice(body, body.invars[i])
     return False
 
 

@@ -47,7 +47,7 @@ class DataMesh:
         return " * ".join(self.axis_names) or "no data axis"
 
 
-def axis_tuple(axis_name: AxisName | None | Unset) -> tuple[str, ...]:
+def axis_tuple(axis_name: AxisName | Unset | None) -> tuple[str, ...]:
     """Returns the axis names as a tuple, empty for None and unset."""
     if axis_name is None or isinstance(axis_name, Unset):
         return ()
@@ -58,7 +58,7 @@ def _describe(mesh: Mesh | AbstractMesh) -> str:
     return "(" + ", ".join(f"{name}={size}" for name, size in mesh.shape.items()) + ")"
 
 
-def check_axes(api: str, axis_name: AxisName | None | Unset, mesh: Mesh | AbstractMesh) -> None:
+def check_axes(api: str, axis_name: AxisName | Unset | None, mesh: Mesh | AbstractMesh) -> None:
     """Raises ValueError if an axis is not one of the mesh's."""
     unknown = [a for a in axis_tuple(axis_name) if a not in mesh.axis_names]
     if unknown:
@@ -69,7 +69,7 @@ def check_axes(api: str, axis_name: AxisName | None | Unset, mesh: Mesh | Abstra
 
 
 def data_mesh(
-    api: str, axis_name: AxisName | None | Unset, mesh: Mesh | AbstractMesh | None
+    api: str, axis_name: AxisName | Unset | None, mesh: Mesh | AbstractMesh | None
 ) -> DataMesh:
     """Finds the mesh and the data axes of one call.
 

@@ -1,0 +1,176 @@
+"""The promise "one cross-device mean", checked on a walked program."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from gradaccum.audit._facts import Label, Path
+from gradaccum.audit._flow import Flow
+from gradaccum.audit._groups import Groups, joined_axes, shared_axes
+from gradaccum.audit._parse import Module
+from gradaccum.audit._report import Collective, Report, axes_text, site_groups
+from gradaccum.audit._sites import Site, exclusive
+
+SCALAR_BYTES = 1024
+
+
+class Check:
+    """The data-axis operations of one program, and what is wrong with them."""
+
+    def __init__(self, module: Module, flow: Flow, report: Report, axes: Sequence[str]):
+        self.flow = flow
+        self.mesh: Mapping[str, int] = report.mesh
+        self.axes = tuple(axis for axis in axes if report.mesh[axis] > 1)
+        pairs = zip(flow.sites.values(), report.rows, strict=True)
+        data = [(site, row) for site, row in pairs if set(row.axes) & set(self.axes)]
+        self.sites: dict[Path, Site] = {site.key: site for site, _ in data}
+        self.rows: dict[Path, Collective] = {site.key: row for site, row in data}
+        self.groups: dict[Path, Groups] = {
+            key: site_groups(site, module, report.mesh) for key, site in self.sites.items()
+        }
+
+    def name(self, key: Path) -> str:
+        row = self.rows[key]
+        shape = row.shapes[0] if len(row.shapes) == 1 else f"{len(row.shapes)} arrays"
+        op = f" ({row.op_name})" if row.op_name else ""
+        return f"{row.kind} {row.name} of {shape} over {axes_text(row)}{op}"
+
+    def reductions(self) -> list[Label]:
+        """Every operand of more than one element that is summed over a data axis."""
+        labels = [
+            (key, i)
+            for key, site in self.sites.items()
+            if site.reduces
+            for i, array in enumerate(site.arrays)
+            if array.size > 1
+        ]
+        # A hand-made reduce-scatter, as a quantised hook does: exchange, then sum.
+        summed = [key for key in self.flow.local_sums if key in self.sites]
+        return labels + [(key, 0) for key in summed if self.sites[key].kind != "all-gather"]
+
+    def shared(self, one: Path, other: Path) -> str:
+        """The data axes that both sum over, as text; empty if none."""
+        if one not in self.sites or other not in self.sites or exclusive(one, other):
+            return ""
+        axes = shared_axes(self.groups[one], self.groups[other], self.mesh)
+        return ",".join(axis for axis in axes if axis in self.axes)
+
+    def problems(self, *, conditional: bool) -> Iterator[str]:
+        """One line for each thing that is wrong, the gravest kind first."""
+        yield from self._missing()
+        yield from self._repeated_by_control()
+        if not conditional:
+            for key, row in self.rows.items():
+                if row.conditional:
+                    yield (
+                        f"{self.name(key)} stands in a branch of a conditional; required: outside "
+                        "every branch (or conditional=True, where one mean in a branch is meant)"
+                    )
+        yield from self._repeated_by_data()
+        yield from self._gathered_and_summed()
+        yield from self._scalars()
+
+    def _missing(self) -> Iterator[str]:
+        labels = self.reductions()
+        for axis in self.axes:
+            if not any(axis in self.rows[key].axes for key, _ in labels):
+                scalars = sum(
+                    row.bytes for key, row in self.rows.items() if self.sites[key].reduces
+                )
+                yield (
+                    f"no gradient is reduced over {axis}={self.mesh[axis]}: the program has "
+                    f"{sum(axis in row.axes for row in self.rows.values())} operations over it, "
+                    f"which reduce {scalars:,} bytes, of scalars"
+                )
+
+    def _repeated_by_control(self) -> Iterator[str]:
+        for key, row in self.rows.items():
+            if row.executions is None:
+                yield (
+                    f"{self.name(key)} runs an unknown number of times a call ({row.times}), in a "
+                    "loop whose trip count the program does not state; required: once, in no loop"
+                )
+            elif row.executions > 1:
+                yield (
+                    f"{self.name(key)} runs {row.times} times a call, in {len(row.loops)} nested "
+                    "loops; required: once, in no loop"
+                    if len(row.loops) > 1
+                    else f"{self.name(key)} runs {row.times} times a call, in a loop; required: "
+                    "once, in no loop"
+                )
+
+    def _repeated_by_data(self) -> Iterator[str]:
+        for (one, _), (other, i) in sorted(self.flow.chains):
+            if one != other and (axes := self.shared(one, other)):
+                yield (
+                    f"the same bytes are reduced twice over {axes}: operand {i} of "
+                    f"{self.name(other)} carries the result of {self.name(one)}"
+                )
+        for (one, i), (other, j) in sorted(self.flow.sums):
+            if (one, i) < (other, j) and (axes := self.shared(one, other)):
+                yield (
+                    f"two reductions over {axes} are added to each other: result {i} of "
+                    f"{self.name(one)} and result {j} of {self.name(other)}; required: one "
+                    "reduction of the sum"
+                )
+        for (one, i), (other, j) in itertools.combinations(self.reductions(), 2):
+            same = self.sites[one].operands[i].origin & self.sites[other].operands[j].origin
+            if one != other and same and (axes := self.shared(one, other)):
+                yield (
+                    f"the same bytes are reduced twice over {axes}: operand {i} of "
+                    f"{self.name(one)} is operand {j} of {self.name(other)}, up to scaling"
+                )
+        yield from self._partly()
+
+    def _partly(self) -> Iterator[str]:
+        """Gradients that some data axis never sees."""
+        earlier: dict[Path, set[Path]] = {}
+        for (one, _), (other, _) in self.flow.chains:
+            if one in self.sites and other in self.sites:
+                earlier.setdefault(other, set()).add(one)
+        followed = {key for keys in earlier.values() for key in keys}
+        for key in dict.fromkeys(key for key, _ in self.reductions()):
+            if key in followed:
+                continue
+            chain, todo = {key}, [key]
+            while todo:
+                new = earlier.get(todo.pop(), set()) - chain
+                chain |= new
+                todo += new
+            covered = joined_axes([self.groups[k] for k in chain], self.mesh)
+            missing = [axis for axis in self.axes if axis not in covered]
+            if missing and any(axis in covered for axis in self.axes):
+                yield (
+                    f"{self.name(key)} is not reduced over all of {','.join(missing)}: its groups "
+                    f"are of {self.rows[key].group_size} devices"
+                )
+
+    def _gathered_and_summed(self) -> Iterator[str]:
+        for key in sorted(self.flow.local_sums):
+            site = self.sites.get(key)
+            if site is None or site.kind != "all-gather":
+                continue
+            reduced = {path for fact in site.operands for path, _ in fact.reduced}
+            if not any(self.shared(path, key) for path in reduced):
+                row = self.rows[key]
+                yield (
+                    f"{self.name(key)} gathers {row.bytes:,} bytes that every device then sums by "
+                    f"itself; required: one reduction (psum, psum_scatter) of "
+                    f"{row.bytes // row.group_size:,} bytes"
+                )
+
+    def _scalars(self) -> Iterator[str]:
+        for axis in self.axes:
+            total = sum(
+                array.bytes
+                for key, site in self.sites.items()
+                if site.reduces and axis in self.rows[key].axes
+                for array in site.arrays
+                if array.size <= 1
+            )
+            if total > SCALAR_BYTES:
+                yield (
+                    f"{total:,} bytes of scalars are reduced over {axis}; required: at most "
+                    f"{SCALAR_BYTES:,}"
+                )

@@ -1,0 +1,220 @@
+"""What a program communicates: one row a collective, and the table of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import overload
+
+from gradaccum.audit._flow import Flow
+from gradaccum.audit._groups import Groups, axes_of
+from gradaccum.audit._parse import Module
+from gradaccum.audit._sites import Site
+
+_OP_NAME_WIDTH = 72
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One operation that moves data between devices, at one place in the program.
+
+    Attributes:
+      kind: `all-reduce`, `reduce-scatter`, `all-gather`, `all-to-all`, `ragged-all-to-all`,
+        `collective-permute`, `collective-broadcast`, or `send` (whose `recv` is not listed
+        again). Asynchronous forms have the same names and are listed once.
+      axes: the mesh axes along which it moves data, in mesh order, also where it covers only
+        a part of one; `("?",)` where no mesh is known.
+      dtype: element type on the wire, as XLA writes it (`f32`); `bf16+f32` if mixed.
+      bytes: of one execution, on one device, without padding: the operands' bytes; for an
+        all-gather the result's (operand times group size), so that a gradient tree counts
+        the same reduced, scattered or gathered.
+      executions: times it runs per call of the program: the product of `loops`. None where
+        a trip count is unknown.
+      conditional: it stands in a branch of a conditional, so it may not run at all.
+      op_name: the source operation, from the program's metadata.
+      loops: trip counts of the enclosing loops, outermost first; None is unknown.
+      shapes: its operands, on one device, as XLA writes them (`f32[16,64]`).
+      group_size: devices that take part in one group.
+      name: its name in the HLO text.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    bytes: int
+    executions: int | None
+    conditional: bool
+    op_name: str
+    loops: tuple[int | None, ...]
+    shapes: tuple[str, ...]
+    group_size: int
+    name: str
+
+    @property
+    def times(self) -> str:
+        """The executions with their arithmetic, as in `64 x 16 = 1,024`."""
+        total = "?" if self.executions is None else f"{self.executions:,}"
+        if len(self.loops) < 2:
+            return total
+        factors = " x ".join("?" if trips is None else f"{trips:,}" for trips in self.loops)
+        return f"{factors} = {total}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """Sums over the collectives of one axis; None where a trip count is unknown."""
+
+    executions: int | None
+    bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report(Sequence[Collective]):
+    """The collectives of a program, in its order; `str` gives the table.
+
+    Attributes:
+      rows: the collectives.
+      program: the program's name.
+      mesh: axis name -> size, major to minor; empty where no mesh is known.
+      num_devices: devices that run the program.
+    """
+
+    rows: tuple[Collective, ...]
+    program: str
+    mesh: Mapping[str, int]
+    num_devices: int
+
+    @overload
+    def __getitem__(self, index: int) -> Collective: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Collective, ...]: ...
+    def __getitem__(self, index: int | slice) -> Collective | tuple[Collective, ...]:
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def over(self, axis_name: str) -> tuple[Collective, ...]:
+        """The collectives over `axis_name`, alone or together with other axes."""
+        return tuple(row for row in self.rows if axis_name in row.axes)
+
+    @property
+    def totals(self) -> Mapping[str, Total]:
+        """Executions and bytes per call, by axis; an operation over two axes counts for both."""
+        names = dict.fromkeys([*self.mesh, *(axis for row in self.rows for axis in row.axes)])
+        return {name: _total(self.over(name)) for name in names if self.over(name)}
+
+    def __str__(self) -> str:
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.items()) or "unknown"
+        count = f"{len(self)} collective{'' if len(self) == 1 else 's'}"
+        title = f"{self.program}: {count} on {self.num_devices:,} devices, mesh {axes}"
+        if not self.rows:
+            return title
+        return "\n".join([title, *_table(self.rows), *_footer(self.totals)])
+
+    __repr__ = __str__
+
+
+def _total(rows: Iterable[Collective]) -> Total:
+    executions: int | None = 0
+    size: int | None = 0
+    for row in rows:
+        if row.executions is None or executions is None or size is None:
+            return Total(None, None)
+        executions += row.executions
+        size += row.executions * row.bytes
+    return Total(executions, size)
+
+
+def axes_text(row: Collective) -> str:
+    """The axes as a reader names them; without a mesh, the size of the groups."""
+    return f"? (groups of {row.group_size})" if row.axes == ("?",) else ",".join(row.axes)
+
+
+def _table(rows: Iterable[Collective]) -> list[str]:
+    header = ("kind", "axes", "dtype", "arrays", "bytes", "executions", "branch", "op")
+    cells = [header]
+    for row in rows:
+        op = row.op_name or row.name
+        short = op if len(op) <= _OP_NAME_WIDTH else "..." + op[3 - _OP_NAME_WIDTH :]
+        cells.append(
+            (
+                row.kind,
+                axes_text(row),
+                row.dtype,
+                f"{len(row.shapes):,}",
+                f"{row.bytes:,}",
+                row.times,
+                "yes" if row.conditional else "",
+                short,
+            )
+        )
+    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
+    numeric = {3, 4, 5}
+    return [
+        "  ".join(
+            cell.rjust(width) if i in numeric else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+
+
+def _footer(totals: Mapping[str, Total]) -> list[str]:
+    def number(value: int | None) -> str:
+        return "?" if value is None else f"{value:,}"
+
+    return [
+        f"total over {name}: executions {number(total.executions)}, bytes {number(total.bytes)}"
+        for name, total in totals.items()
+    ]
+
+
+def device_count(module: Module, mesh: Mapping[str, int]) -> int:
+    """Devices of the whole program: of the mesh, where several TPU slices run one text each."""
+    return math.prod(mesh.values()) if mesh else module.num_devices
+
+
+def site_groups(site: Site, module: Module, mesh: Mapping[str, int]) -> Groups:
+    """A site's groups as positions in the mesh.
+
+    A program for several TPU slices has the text of one slice; the mesh is taken to be
+    slice-major, so that slice s holds the positions from s * devices per slice on.
+    """
+    local = module.num_devices
+    count = device_count(module, mesh) // local
+    if site.kind == "send" and "source_target_pairs" not in site.instruction.rest:
+        between = site.groups[0] if site.groups else tuple(range(count))
+        return tuple(tuple(s * local + i for s in between) for i in range(local))
+    return tuple(tuple(s * local + i for i in group) for s in range(count) for group in site.groups)
+
+
+def _row(site: Site, module: Module, mesh: Mapping[str, int]) -> Collective:
+    groups = site_groups(site, module, mesh)
+    group_size = max((len(set(group)) for group in groups), default=1)
+    known = None not in site.loops
+    size = sum(array.bytes for array in site.arrays)
+    return Collective(
+        kind=site.kind,
+        axes=axes_of(groups, mesh) if mesh else ("?",),
+        dtype="+".join(sorted({array.dtype for array in site.arrays})),
+        bytes=size * group_size if site.kind == "all-gather" else size,
+        executions=math.prod(trips or 0 for trips in site.loops) if known else None,
+        conditional=site.conditional,
+        op_name=site.instruction.op_name,
+        loops=site.loops,
+        shapes=tuple(map(str, site.arrays)),
+        group_size=group_size,
+        name=site.instruction.name,
+    )
+
+
+def report(module: Module, flow: Flow, mesh: Mapping[str, int]) -> Report:
+    """Make the report of a program that has been walked."""
+    return Report(
+        rows=tuple(_row(site, module, mesh) for site in flow.sites.values()),
+        program=module.name,
+        mesh=mesh,
+        num_devices=device_count(module, mesh),
+    )

@@ -138,6 +138,11 @@ def _local(call: Call, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
     k = options.microbatches
     typed = where.axis_names if where.manual and is_typed(where.axis_names) else ()
     leaves = [x if is_key(x) else vary(x, typed) for x in arrays]
+    replicated = where.manual and not typed and not options.fused
+    if replicated and call.differentiated is not None:
+        for i, (role, wanted) in enumerate(zip(roles, call.differentiated, strict=True)):
+            if wanted and role is Role.BROADCAST:
+                leaves[i] = _reduce.from_replicated(leaves[i], where.axis_names)
     rows = [i for i, role in enumerate(roles) if role is Role.BATCH]
     size = leaves[rows[0]].shape[0]
     for i in rows:
@@ -164,7 +169,7 @@ def _local(call: Call, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
     )
     device = jax.lax.axis_index(where.axis_names) if where.axis_names else 0
     sums, own = _loop.accumulate(loop, leaves, device * k)
-    total = _reduce.all_reduce_sum(sums, where, options.reduce_dtype)
+    total = _reduce.all_reduce_sum(sums, where, options.reduce_dtype, replicated=replicated)
     total, own = _reduce.normalise(
         total,
         own,
@@ -201,7 +206,7 @@ def _run(call: Call, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
         data, shared = PartitionSpec(where.axis_names), PartitionSpec()
         local = jax.shard_map(
             local,
-            mesh=where.mesh,
+            mesh=None if where.explicit_axes else where.mesh,  # auto_axes sets its own context
             in_specs=tuple(data if role is Role.BATCH else shared for role in call.form.roles),
             out_specs={"shared": shared, "rows": data},
             axis_names=set(where.axis_names),

@@ -166,7 +166,7 @@ def split_output(output: Any, has_aux: bool) -> tuple[Any, Any]:
     except (TypeError, ValueError):
         shape, dtype = None, None
     if shape != () or not jnp.issubdtype(dtype, jnp.floating):
-        got = _kind(output) if shape is None else f"shape {shape} and dtype {dtype}"
+        got = _kind(output) if shape is None else f"one of shape {shape} and dtype {dtype}"
         raise TypeError(
             f"{API}: the loss of a microbatch must be a real scalar, got {got}. Take its mean (or "
             "its sum, with loss_reduction='sum') over the microbatch."
@@ -175,6 +175,8 @@ def split_output(output: Any, has_aux: bool) -> tuple[Any, Any]:
 
 
 def _kind(output: Any) -> str:
+    if isinstance(output, jax.Array):
+        return f"an array of shape {output.shape} and dtype {output.dtype}"
     name = type(output).__name__
     return f"a {name} of {len(output)}" if isinstance(output, tuple | list) else f"a {name}"
 

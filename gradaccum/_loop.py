@@ -235,7 +235,9 @@ def accumulate(loop: Loop, leaves: Sequence[Any], first_index: Any) -> tuple[Sum
     sums, rows = _scan(loop, step, start, batch)
     grads = list(sums.grads)
     for i, ref in zip(traced.in_place, traced.refs, strict=True):
-        grads[i] = jax.ref.freeze(ref)
+        g = jax.ref.freeze(ref)
+        # Without weights (there is no ref with them) what the seed did not scale is scaled here.
+        grads[i] = g if loop.seeds_exactly else g * jnp.asarray(loop.scale, g.dtype)
     wanted = [i for i in loop.wanted if loop.roles[i] is Role.BROADCAST]
     _checks.contract_accumulators(
         [grads[i] for i in wanted], [leaves[i] for i in wanted], [loop.dtypes[i] for i in wanted]

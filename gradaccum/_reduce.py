@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -49,15 +50,53 @@ def narrow(dtype: Any, wanted: Any) -> Any:
     return wanted
 
 
-def all_reduce_sum(sums: Sums, where: DataMesh, reduce_dtype: Any) -> Sums:
-    """Sums over the data axes with one psum; gradients travel in `reduce_dtype`."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _replicated_sum(x: Any, axis_names: tuple[str, ...]) -> Any:
+    return jax.lax.psum(x, axis_names)
+
+
+_replicated_sum.defvjp(
+    lambda x, axis_names: (jax.lax.psum(x, axis_names), None),
+    lambda axis_names, _, ct: (ct,),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def from_replicated(x: Any, axis_names: tuple[str, ...]) -> Any:
+    """Marks a value that all data devices share: the cotangents of their copies are summed.
+
+    The other half of `all_reduce_sum(..., replicated=True)`.
+    """
+    del axis_names
+    return x
+
+
+from_replicated.defvjp(
+    lambda x, axis_names: (x, None), lambda axis_names, _, ct: (jax.lax.psum(ct, axis_names),)
+)
+
+
+def all_reduce_sum(
+    sums: Sums, where: DataMesh, reduce_dtype: Any, *, replicated: bool = False
+) -> Sums:
+    """Sums over the data axes with one psum; gradients travel in `reduce_dtype`.
+
+    Args:
+      sums: one device's sums.
+      where: the data axes; with none, nothing is done.
+      reduce_dtype: the dtype on the wire, or None.
+      replicated: the result's cotangent is the same on every device, and is to be passed on as it
+        is. So it is inside an untyped outer `shard_map`, where psum's own transpose would sum n
+        equal copies. It matters for second derivatives only.
+    """
     if not where.axis_names:
         return sums
+    psum = _replicated_sum if replicated else jax.lax.psum
     with jax.named_scope("gradaccum/mean"):
         wire = sums._replace(
             grads=jax.tree.map(lambda g: g.astype(narrow(g.dtype, reduce_dtype)), sums.grads)
         )
-        total: Sums = jax.lax.psum(wire, where.axis_names)
+        total: Sums = psum(wire, where.axis_names)
         grads = jax.tree.map(lambda t, g: t.astype(g.dtype), total.grads, sums.grads)
         total = total._replace(grads=grads)
     _checks.contract_reduced(total, sums)

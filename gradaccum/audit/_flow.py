@@ -184,7 +184,7 @@ class Flow:
         left, right = operands[0], operands[1]
         for one in left.reduced - right.reduced:
             for other in right.reduced - left.reduced:
-                self.sums.add((one, other))
+                self.sums.add((min(one, other), max(one, other)))
         pieces = {path for path, part in left.gathered & right.gathered if part}
         for path in pieces:
             site = self.sites[path]

@@ -58,6 +58,7 @@ class Check:
 
     def problems(self, *, conditional: bool) -> Iterator[str]:
         """One line for each thing that is wrong, the gravest kind first."""
+        yield from self._gathered_and_summed()
         yield from self._missing()
         yield from self._repeated_by_control()
         if not conditional:
@@ -68,21 +69,23 @@ class Check:
                         "every branch (or conditional=True, where one mean in a branch is meant)"
                     )
         yield from self._repeated_by_data()
-        yield from self._gathered_and_summed()
+        yield from self._partly()
         yield from self._scalars()
 
     def _missing(self) -> Iterator[str]:
         labels = self.reductions()
         for axis in self.axes:
-            if not any(axis in self.rows[key].axes for key, _ in labels):
-                scalars = sum(
-                    row.bytes for key, row in self.rows.items() if self.sites[key].reduces
-                )
-                yield (
-                    f"no gradient is reduced over {axis}={self.mesh[axis]}: the program has "
-                    f"{sum(axis in row.axes for row in self.rows.values())} operations over it, "
-                    f"which reduce {scalars:,} bytes, of scalars"
-                )
+            if any(axis in self.rows[key].axes for key, _ in labels):
+                continue
+            over = [key for key, row in self.rows.items() if axis in row.axes]
+            scalars = sum(self.rows[key].bytes for key in over if self.sites[key].reduces)
+            yield (
+                f"no gradient is reduced over {axis}={self.mesh[axis]}: of {len(over)} operations "
+                f"over it, those that reduce have {scalars:,} bytes, all of scalars"
+                if over
+                else f"no gradient is reduced over {axis}={self.mesh[axis]}: the program has no "
+                "operation over it"
+            )
 
     def _repeated_by_control(self) -> Iterator[str]:
         for key, row in self.rows.items():
@@ -108,7 +111,7 @@ class Check:
                     f"{self.name(other)} carries the result of {self.name(one)}"
                 )
         for (one, i), (other, j) in sorted(self.flow.sums):
-            if (one, i) < (other, j) and (axes := self.shared(one, other)):
+            if axes := self.shared(one, other):
                 yield (
                     f"two reductions over {axes} are added to each other: result {i} of "
                     f"{self.name(one)} and result {j} of {self.name(other)}; required: one "
@@ -116,12 +119,11 @@ class Check:
                 )
         for (one, i), (other, j) in itertools.combinations(self.reductions(), 2):
             same = self.sites[one].operands[i].origin & self.sites[other].operands[j].origin
-            if one != other and same and (axes := self.shared(one, other)):
+            if same and (axes := self.shared(one, other)):
                 yield (
                     f"the same bytes are reduced twice over {axes}: operand {i} of "
                     f"{self.name(one)} is operand {j} of {self.name(other)}, up to scaling"
                 )
-        yield from self._partly()
 
     def _partly(self) -> Iterator[str]:
         """Gradients that some data axis never sees."""
@@ -140,7 +142,7 @@ class Check:
                 todo += new
             covered = joined_axes([self.groups[k] for k in chain], self.mesh)
             missing = [axis for axis in self.axes if axis not in covered]
-            if missing and any(axis in covered for axis in self.axes):
+            if missing:
                 yield (
                     f"{self.name(key)} is not reduced over all of {','.join(missing)}: its groups "
                     f"are of {self.rows[key].group_size} devices"

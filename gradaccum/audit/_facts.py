@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from gradaccum.audit._parse import Array, Shape
@@ -53,6 +53,8 @@ class Fact:
     origin: frozenset[Hashable] = frozenset()
     # Whether it is an input of the program, or made of inputs alone.
     given: bool = False
+    # The arrays that it consists of, laid end to end (as the GPU compiler does to combine them).
+    pieces: tuple[Fact, ...] = ()
 
 
 Value: TypeAlias = "Fact | tuple[Value, ...]"
@@ -135,6 +137,25 @@ def numbers(value: Value, path: tuple[int, ...] = ()) -> Mapping[tuple[int, ...]
     }
 
 
+def lay_end_to_end(parts: Sequence[Fact], identity: Hashable) -> Fact:
+    """The fact of a concatenation of arrays of rank 1."""
+    pieces = tuple(piece for part in parts for piece in part.pieces or (part,))
+    whole = combine("concatenate", list(parts), sum(part.size for part in parts), identity)
+    return dataclasses.replace(whole, pieces=pieces)
+
+
+def cut(whole: Fact, start: int, stop: int, identity: Hashable) -> Fact | None:
+    """The pieces from `start` to `stop`; None where that is not a number of whole pieces."""
+    inside, at = [], 0
+    for piece in whole.pieces:
+        if start <= at and at + piece.size <= stop:
+            inside.append(piece)
+        at += piece.size
+    if not inside or sum(piece.size for piece in inside) != stop - start:
+        return None
+    return inside[0] if len(inside) == 1 else lay_end_to_end(inside, identity)
+
+
 def combine(opcode: str, operands: list[Fact], size: int, identity: Hashable) -> Fact:
     """The fact of an elementwise operation, of a move, or of a concatenation."""
     given = all(fact.given for fact in operands)
@@ -156,6 +177,7 @@ def combine(opcode: str, operands: list[Fact], size: int, identity: Hashable) ->
     else:
         origin = frozenset({identity})
     is_part = opcode in _TAKING_A_PART
+    keeps_order = opcode in _SCALING or opcode in ("bitcast", "copy", "reshape")
     return Fact(
         size,
         reduced=frozenset().union(*(fact.reduced for fact in carried)),
@@ -164,4 +186,5 @@ def combine(opcode: str, operands: list[Fact], size: int, identity: Hashable) ->
         ),
         origin=origin,
         given=given,
+        pieces=sources[0].pieces if keeps_order and len(sources) == 1 else (),
     )

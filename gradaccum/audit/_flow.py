@@ -159,6 +159,14 @@ class Flow:
             return Fact(shape.size, given=all(fact.given for fact in operands))
         if opcode == "broadcast" and operands[0].size == shape.size:
             opcode = "reshape"
+        if opcode == "concatenate" and len(shape.dims) == 1:
+            return _facts.lay_end_to_end(operands, identity)
+        if opcode == "slice" and operands[0].pieces and len(shape.dims) == 1:
+            bounds = re.findall(r"\d+", instruction.attributes.get("slice", ""))
+            if len(bounds) == 2:
+                whole = _facts.cut(operands[0], int(bounds[0]), int(bounds[1]), identity)
+                if whole is not None:
+                    return whole
         if opcode in _facts.MOVING:
             part = (shape, instruction.attributes.get("slice", identity))
             return _facts.combine(opcode, operands[:1], shape.size, part)
@@ -189,7 +197,7 @@ class Flow:
         for path in pieces:
             site = self.sites[path]
             whole = sum(array.size for array in site.arrays)
-            whole *= site.group_size if site.kind == "all-gather" else 1
+            whole *= site.group_size if site.gathers else 1
             if result.size * site.group_size == whole:
                 result = self._summed(result, path)
         return result
@@ -237,16 +245,12 @@ class Flow:
         given = [next(_facts.facts(operand), Fact()) for operand in operands]
         arrays = [next(leaves(home.by_name[name].shape)) for name in instruction.operands]
         groups = _sites.device_groups(kind, instruction, self.module)
-        if kind == "send":
+        if kind == "send":  # the other operand is a token
             given, arrays = given[:1], arrays[:1]
-            if "source_target_pairs" not in instruction.rest:
-                groups = _sites.slices(instruction)
-        elif all(len(set(group)) <= 1 for group in groups):
+        if all(len(set(group)) <= 1 for group in groups):
             return given[0] if len(given) == 1 else tuple(given)
         key = self._key(kind, instruction, at)
-        site = Site(
-            key, kind, instruction, groups, tuple(given), tuple(arrays), at.loops, at.conditional
-        )
+        site = _sites.at(key, kind, instruction, groups, given, arrays, at.loops, at.conditional)
         if key == (*at.path, instruction.name):
             self.sites[key] = site
             for i, fact in enumerate(site.operands):
@@ -255,7 +259,14 @@ class Flow:
         results = _sites.handed_on(site)
         if kind == "send":
             self._sent[_sites.rendezvous(instruction)] = results
-        return results[0] if len(results) == 1 else tuple(results)
+        whole = iter(results)
+        regrouped = [
+            _facts.lay_end_to_end([next(whole) for _ in range(width)], (key, i))
+            if width > 1
+            else next(whole)
+            for i, width in enumerate(_sites.widths(kind, given))
+        ]
+        return regrouped[0] if len(regrouped) == 1 else tuple(regrouped)
 
     def _key(self, kind: str, instruction: Instruction, at: _Place) -> Path:
         """A collective's place; the parts of one TPU async fusion share that of the first."""

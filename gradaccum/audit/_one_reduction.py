@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from gradaccum.audit._facts import Label, Path
@@ -47,7 +48,7 @@ class Check:
         ]
         # A hand-made reduce-scatter, as a quantised hook does: exchange, then sum.
         summed = [key for key in self.flow.local_sums if key in self.sites]
-        return labels + [(key, 0) for key in summed if self.sites[key].kind != "all-gather"]
+        return labels + [(key, 0) for key in summed if self.sites[key].exchanges]
 
     def shared(self, one: Path, other: Path) -> str:
         """The data axes that both sum over, as text; empty if none."""
@@ -88,19 +89,24 @@ class Check:
             )
 
     def _repeated_by_control(self) -> Iterator[str]:
-        for key, row in self.rows.items():
+        """Operations in loops, those that move most first."""
+
+        def moved(item: tuple[Path, Collective]) -> float:
+            _, row = item
+            return math.inf if row.executions is None else row.executions * row.bytes
+
+        for key, row in sorted(self.rows.items(), key=moved, reverse=True):
+            loops = "a loop" if len(row.loops) == 1 else f"{len(row.loops)} nested loops"
             if row.executions is None:
                 yield (
-                    f"{self.name(key)} runs an unknown number of times a call ({row.times}), in a "
-                    "loop whose trip count the program does not state; required: once, in no loop"
+                    f"{self.name(key)} runs an unknown number of times a call ({row.times}): in "
+                    f"{loops}, of which the program does not state every trip count; required: "
+                    "once, in no loop"
                 )
             elif row.executions > 1:
                 yield (
-                    f"{self.name(key)} runs {row.times} times a call, in {len(row.loops)} nested "
-                    "loops; required: once, in no loop"
-                    if len(row.loops) > 1
-                    else f"{self.name(key)} runs {row.times} times a call, in a loop; required: "
-                    "once, in no loop"
+                    f"{self.name(key)} runs {row.times} times a call, in {loops}; required: once, "
+                    "in no loop"
                 )
 
     def _repeated_by_data(self) -> Iterator[str]:
@@ -126,40 +132,44 @@ class Check:
                 )
 
     def _partly(self) -> Iterator[str]:
-        """Gradients that some data axis never sees."""
-        earlier: dict[Path, set[Path]] = {}
-        for (one, _), (other, _) in self.flow.chains:
-            if one in self.sites and other in self.sites:
+        """Gradients that some device of a data axis never sees, even along a chain."""
+        earlier: dict[Label, set[Label]] = {}
+        for one, other in self.flow.chains:
+            if one[0] in self.sites and other[0] in self.sites:
                 earlier.setdefault(other, set()).add(one)
-        followed = {key for keys in earlier.values() for key in keys}
-        for key in dict.fromkeys(key for key, _ in self.reductions()):
-            if key in followed:
+        followed = set().union(*earlier.values())
+        told: set[Path] = set()
+        for label in self.reductions():
+            key, i = label
+            if label in followed or key in told:
                 continue
-            chain, todo = {key}, [key]
+            chain, todo = {label}, [label]
             while todo:
                 new = earlier.get(todo.pop(), set()) - chain
                 chain |= new
                 todo += new
-            covered = joined_axes([self.groups[k] for k in chain], self.mesh)
-            missing = [axis for axis in self.axes if axis not in covered]
+            covered = joined_axes([self.groups[k] for k, _ in sorted(chain)], self.mesh)
+            missing = [f"{a}={self.mesh[a]}" for a in self.axes if a not in covered]
             if missing:
+                told.add(key)
                 yield (
-                    f"{self.name(key)} is not reduced over all of {','.join(missing)}: its groups "
-                    f"are of {self.rows[key].group_size} devices"
+                    f"operand {i} of {self.name(key)} is not reduced over all of "
+                    f"{', '.join(missing)}: {len(chain)} reduction(s) of it, the last in groups "
+                    f"of {self.rows[key].group_size} devices"
                 )
 
     def _gathered_and_summed(self) -> Iterator[str]:
         for key in sorted(self.flow.local_sums):
             site = self.sites.get(key)
-            if site is None or site.kind != "all-gather":
+            if site is None or not site.gathers:
                 continue
             reduced = {path for fact in site.operands for path, _ in fact.reduced}
             if not any(self.shared(path, key) for path in reduced):
-                row = self.rows[key]
+                size = sum(array.bytes for array in site.arrays)
                 yield (
-                    f"{self.name(key)} gathers {row.bytes:,} bytes that every device then sums by "
-                    f"itself; required: one reduction (psum, psum_scatter) of "
-                    f"{row.bytes // row.group_size:,} bytes"
+                    f"{self.name(key)} gathers {size * site.group_size:,} bytes that every device "
+                    f"then sums by itself; required: one reduction (psum, psum_scatter) of "
+                    f"{size:,} bytes"
                 )
 
     def _scalars(self) -> Iterator[str]:

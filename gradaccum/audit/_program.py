@@ -119,7 +119,8 @@ def read(
         raise ValueError(
             f"{api}: mesh ({sizes}) has {devices} devices, but program {module.name} runs on "
             f"{module.num_replicas} replicas * {module.num_partitions} partitions = {local}. "
-            "Required: the mesh that the program was compiled for. Pass it as mesh=."
+            "Required: the mesh that the program was compiled for, passed as mesh=; and arguments "
+            "with the shardings of the real ones, since others compile for one device."
         )
     flow = Flow(module)
     return module, flow, report(module, flow, axes)

@@ -10,7 +10,7 @@ from typing import overload
 from gradaccum.audit._flow import Flow
 from gradaccum.audit._groups import Groups, axes_of
 from gradaccum.audit._parse import Module
-from gradaccum.audit._sites import Site
+from gradaccum.audit._sites import Site, is_between_slices
 
 _OP_NAME_WIDTH = 72
 
@@ -34,7 +34,8 @@ class Collective:
       conditional: it stands in a branch of a conditional, so it may not run at all.
       op_name: the source operation, from the program's metadata.
       loops: trip counts of the enclosing loops, outermost first; None is unknown.
-      shapes: its operands, on one device, as XLA writes them (`f32[16,64]`).
+      shapes: its operands, on one device, as XLA writes them (`f32[16,64]`); arrays that were
+        laid end to end into one operand are listed one by one.
       group_size: devices that take part in one group.
       name: its name in the HLO text.
     """
@@ -182,12 +183,14 @@ def site_groups(site: Site, module: Module, mesh: Mapping[str, int]) -> Groups:
     A program for several TPU slices has the text of one slice; the mesh is taken to be
     slice-major, so that slice s holds the positions from s * devices per slice on.
     """
+    if is_between_slices(site.instruction):
+        return site.groups
     local = module.num_devices
-    count = device_count(module, mesh) // local
-    if site.kind == "send" and "source_target_pairs" not in site.instruction.rest:
-        between = site.groups[0] if site.groups else tuple(range(count))
-        return tuple(tuple(s * local + i for s in between) for i in range(local))
-    return tuple(tuple(s * local + i for i in group) for s in range(count) for group in site.groups)
+    return tuple(
+        tuple(first + i for i in group)
+        for first in range(0, device_count(module, mesh), local)
+        for group in site.groups
+    )
 
 
 def _row(site: Site, module: Module, mesh: Mapping[str, int]) -> Collective:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 
 from gradaccum.audit._facts import Fact, Path
 from gradaccum.audit._groups import Groups, parse_groups
@@ -18,11 +19,12 @@ KINDS = REDUCTIONS | {
     "collective-broadcast",
     "send",
 }
-# Their results are the operands' bytes from elsewhere, whole or in pieces.
-SPREADING = frozenset({"all-gather", "all-to-all", "ragged-all-to-all"})
-_SLICES = re.compile(r'_xla_megascale_target="\{([\d,]*)\}x')
+# Between TPU slices the runtime carries out whole collectives, named by their transfer type.
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
-_SUMS = re.compile(r'_xla_megascale_transfer_type="(ALL_REDUCE|REDUCE_SCATTER)"')
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="?(\w+)')
+_SLICES = re.compile(r'_xla_megascale_target="\{([\d,]*)\}x')
+_DEVICES = re.compile(r"_xla_megascale_target=\"?\{(\{.*?\})\}(?=[,}\"]|$)")
+_SLICE_STRIDE = 100_000  # device d of slice s, from 0, is written (s + 1) * 100000 + d
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +33,9 @@ class Site:
 
     Attributes:
       key: the calls down to it, and its name.
-      groups: flattened device indices; for `send` of a TPU program, the slices it goes between.
-      operands: what is known of each operand, and `arrays` its shape.
+      groups: flattened device indices, of one TPU slice except for a `send` between slices.
+      operands: what is known of each operand, and `arrays` its shape; arrays that were laid end
+        to end for an all-reduce stand for themselves.
       loops: trip counts of the enclosing loops, outermost first; None is unknown.
       conditional: whether it stands in a branch of a conditional.
     """
@@ -51,10 +54,50 @@ class Site:
         return max((len(set(group)) for group in self.groups), default=1)
 
     @property
+    def transfer(self) -> str:
+        """What a `send` between TPU slices is part of (`ALL_REDUCE`); empty for anything else."""
+        match = _TRANSFER.search(self.instruction.attributes.get("frontend_attributes", ""))
+        return match[1] if match and self.kind == "send" else ""
+
+    @property
     def reduces(self) -> bool:
-        """Whether it sums between devices: by kind, or a transfer that the TPU runtime sums."""
-        text = self.instruction.attributes.get("frontend_attributes", "")
-        return self.kind in REDUCTIONS or (self.kind == "send" and bool(_SUMS.search(text)))
+        """Whether it sums between devices."""
+        return self.kind in REDUCTIONS or self.transfer in ("ALL_REDUCE", "REDUCE_SCATTER")
+
+    @property
+    def gathers(self) -> bool:
+        """Whether every device gets the operands of all of its group."""
+        return self.kind == "all-gather" or self.transfer == "ALL_GATHER"
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether every device gets a piece of the operand of each of its group."""
+        return "all-to-all" in self.kind or self.transfer == "ALL_TO_ALL"
+
+
+def widths(kind: str, given: Sequence[Fact]) -> list[int]:
+    """How many arrays each operand of the text consists of."""
+    return [len(fact.pieces) or 1 if kind == "all-reduce" else 1 for fact in given]
+
+
+def at(
+    key: Path,
+    kind: str,
+    instruction: Instruction,
+    groups: Groups,
+    given: Sequence[Fact],
+    arrays: Sequence[Array],
+    loops: tuple[int | None, ...],
+    conditional: bool,
+) -> Site:
+    """Make a site of the text's operands, taking apart those laid end to end."""
+    operands: list[Fact] = []
+    parts: list[Array] = []
+    for fact, array, width in zip(given, arrays, widths(kind, given), strict=True):
+        pieces = fact.pieces if width > 1 else (fact,)
+        operands += pieces
+        parts += [Array(array.dtype, (p.size,)) for p in pieces] if width > 1 else [array]
+    return Site(key, kind, instruction, groups, tuple(operands), tuple(parts), loops, conditional)
 
 
 def rendezvous(instruction: Instruction) -> str:
@@ -63,11 +106,28 @@ def rendezvous(instruction: Instruction) -> str:
     return match[1] if match else instruction.attributes.get("channel_id", "")
 
 
-def slices(instruction: Instruction) -> Groups:
-    """The TPU slices, from 0, between which a `send` goes; empty where the text does not tell."""
+def is_between_slices(instruction: Instruction) -> bool:
+    """Whether a `send` leaves the TPU slice; its groups then count the devices of all slices."""
+    return "_xla_megascale" in instruction.attributes.get("frontend_attributes", "")
+
+
+def slice_groups(instruction: Instruction, module: Module) -> Groups:
+    """Groups of a `send` between TPU slices: slice * devices per slice + device.
+
+    Written `"{1,2}x{0:7}"` (each device with its like in slices 0 and 1), or device by device:
+    `{{100000,200000},...}`, `{{100000->200000},...}`.
+    """
     text = instruction.attributes.get("frontend_attributes", "")
-    match = _SLICES.search(text)
-    return (tuple(int(i) - 1 for i in match[1].split(",") if i),) if match else ()
+    local = module.num_devices
+    if match := _SLICES.search(text):
+        between = [int(i) - 1 for i in match[1].split(",") if i]
+        return tuple(tuple(s * local + i for s in between) for i in range(local))
+    match = _DEVICES.search(text)
+    listed = parse_groups("{" + match[1].replace("->", ",") + "}") if match else ()
+    return tuple(
+        tuple((i // _SLICE_STRIDE - 1) * local + i % _SLICE_STRIDE for i in group)
+        for group in listed
+    )
 
 
 def _replica_ids(instruction: Instruction, module: Module, listed: Groups) -> Groups:
@@ -92,6 +152,8 @@ def device_groups(kind: str, instruction: Instruction, module: Module) -> Groups
     The text lists replica ids, partition ids or both flattened, by XLA's rules for `channel_id`
     and `use_global_device_ids`; a device's index is replica * num_partitions + partition.
     """
+    if is_between_slices(instruction):
+        return slice_groups(instruction, module)
     attributes = instruction.attributes
     pairs = attributes.get("source_target_pairs") or (
         attributes.get("frontend_attributes", "").partition("source_target_pairs=")[2]
@@ -115,11 +177,11 @@ def device_groups(kind: str, instruction: Instruction, module: Module) -> Groups
 def result_sizes(site: Site) -> list[int]:
     """Elements of each result, in the order of the operands."""
     sizes = [array.size for array in site.arrays]
-    if site.kind == "all-gather":
+    if site.gathers:
         return [size * site.group_size for size in sizes]
-    if site.kind == "reduce-scatter":
+    if "REDUCE_SCATTER" in (site.transfer, site.kind.upper().replace("-", "_")):
         return [size // site.group_size for size in sizes]
-    if len(sizes) == 1:
+    if len(sizes) == 1 and site.kind != "send":
         return [next(leaves(site.instruction.shape)).size]
     return sizes
 
@@ -133,8 +195,8 @@ def handed_on(site: Site) -> list[Fact]:
             continue
         reduced = fact.reduced | {(site.key, i)} if site.reduces else fact.reduced
         gathered = fact.gathered
-        if site.kind in SPREADING and fact.size > 1:
-            gathered = gathered | {(site.key, site.kind != "all-gather")}
+        if (site.gathers or site.exchanges) and fact.size > 1:
+            gathered = gathered | {(site.key, site.exchanges)}
         elif site.reduces:
             gathered = frozenset()
         results.append(

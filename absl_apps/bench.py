@@ -1,0 +1,240 @@
+"""Time one training step written in several ways, side by side, and count what each communicates.
+
+    pip install -e '.[apps]'
+    python -m absl_apps.bench
+
+The step is that of eight residual layers of 512 in a scan, batch 512 in 64 microbatches, float32,
+data parallel over 8 devices: accelerators where there are any, else simulated on the CPU. In every
+round each contender takes one step, in an order that rotates. The time is the median over rounds;
+the ratio is the median of each round's own ratio to gradaccum. Loss and new parameters must agree
+before any time is printed, or the program exits with an error. Expected on 2 CPU cores, in about
+two minutes: the naive step takes at least 4 times as long as gradaccum's, the hand-written
+shard_map loop at least 1.25 times.
+
+At full size, compiled for a TPU v3-8 that need not be here (pip install -e '.[apps,aot-tpu]'):
+
+    python -m absl_apps.bench --topology=v3:2x2 --d_model=2048 --n_layer=16
+
+Nothing runs then: values are not compared, and times are 'not measured'. Expected: 64 * 16 = 1,024
+all-reduces of gradients and 64 of the loss in the naive step, one gradient tree in gradaccum's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+import optax
+from absl import app, flags
+from jax.experimental import topologies
+
+import gradaccum
+from absl_apps import bench_flags, meshes
+from absl_apps.bench_measure import TOLERANCES, Row, compile_row, program_sizes, run_rounds
+from absl_apps.bench_steps import AXIS, CONTENDERS, OURS, Problem
+from gradaccum import audit
+
+NOT_MEASURED = "not measured"
+
+
+############################################ Devices #############################################
+
+
+def mesh_here(dp: int) -> jax.sharding.Mesh:
+    """Return a mesh of `dp` of this machine's devices."""
+    found = jax.devices()
+    if dp > len(found):
+        raise ValueError(
+            f"--dp={dp}: needs {dp} devices, found {len(found)} ({found[0].platform}); "
+            f"use --dp={len(found)} or fewer."
+        )
+    return meshes.make({AXIS: dp})
+
+
+def mesh_elsewhere(topology: str, dp: int) -> jax.sharding.Mesh:
+    """Return a mesh of the devices of a TPU slice that is not here; programs compile for it."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(
+            f"--topology={topology}: compiling for a TPU needs libtpu, which is not installed; "
+            "pip install 'gradaccum[aot-tpu]'."
+        )
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU's metadata server to ask
+    try:
+        with silent_stderr():
+            devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    except Exception as error:  # libtpu's own, of several classes
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"--topology={topology}: {reason}; write for example v3:2x2.") from None
+    if len(devices) != dp:
+        raise ValueError(
+            f"--topology={topology}: has {len(devices)} devices, --dp={dp}; use "
+            f"--dp={len(devices)} or another slice."
+        )
+    types = (jax.sharding.AxisType.Auto,)
+    return jax.sharding.Mesh(np.array(devices), (AXIS,), axis_types=types)
+
+
+@contextlib.contextmanager
+def silent_stderr() -> Iterator[None]:
+    """Keep native code's lines from stderr: libtpu complains that it is not on a TPU."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with tempfile.TemporaryFile() as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+            yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+############################################ Reporting ###########################################
+
+
+def summary(row: Row, ours: Row, gradient_bytes: int) -> dict[str, Any]:
+    """What --json holds of a contender; times are None where nothing ran."""
+    ratios = [a / b for a, b in zip(row.seconds, ours.seconds, strict=True)]
+    all_reduces, size = row.reductions()
+    return {
+        "median_seconds": statistics.median(row.seconds) if row.seconds else None,
+        "min_seconds": min(row.seconds, default=None),
+        "max_seconds": max(row.seconds, default=None),
+        "seconds": row.seconds,
+        "ratio": statistics.median(ratios) if ratios else None,
+        "all_reduces": all_reduces,
+        "all_reduce_bytes": size,
+        "other_collective_bytes": row.others(),
+        "calls": row.contender.calls,
+        "temp_bytes": row.temp_bytes,
+        "temp_gradient_trees": row.temp_bytes / gradient_bytes,
+        "state_bytes": row.contender.state_bytes,
+        "compile_seconds": row.compile_seconds,
+    }
+
+
+def markdown(summaries: Mapping[str, Mapping[str, Any]], gradient_bytes: int) -> str:
+    """Return the table; a gradient tree that is held from call to call is named apart."""
+    lines = [
+        "| step | median, s | min to max, s | ratio | all-reduces a step | bytes a step "
+        "| temporary memory, gradient trees | compile, s |",
+        "| --- " + "| ---: " * 7 + "|",
+    ]
+    for name, s in summaries.items():
+        timed = s["median_seconds"] is not None
+        memory = f"{s['temp_gradient_trees']:.2f}"
+        if s["state_bytes"]:
+            memory += f" + {s['state_bytes'] / gradient_bytes:.2f} state"
+        cells = [
+            name,
+            f"{s['median_seconds']:.3g}" if timed else NOT_MEASURED,
+            f"{s['min_seconds']:.3g} to {s['max_seconds']:.3g}" if timed else NOT_MEASURED,
+            f"{s['ratio']:.2f}" if timed else NOT_MEASURED,
+            f"{s['all_reduces']:,}",
+            f"{s['all_reduce_bytes']:,}",
+            memory,
+            f"{s['compile_seconds']:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+########################################### The program ##########################################
+
+
+def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
+    """Run the whole program; return what --json holds."""
+    mesh = mesh_elsewhere(FLAGS.topology, FLAGS.dp) if FLAGS.topology else mesh_here(FLAGS.dp)
+    problem = Problem(
+        mesh,
+        FLAGS.grad_acc_steps,
+        FLAGS.batch_size,
+        FLAGS.d_model,
+        FLAGS.n_layer,
+        jnp.dtype(FLAGS.dtype),
+    )
+    kind = mesh.devices.flat[0].device_kind
+    print(
+        f"{FLAGS.n_layer} layers of {FLAGS.d_model}, batch {FLAGS.batch_size} in "
+        f"{FLAGS.grad_acc_steps} microbatches, {FLAGS.dtype}: a gradient tree is "
+        f"{problem.gradient_bytes:,} bytes\n"
+        f"{FLAGS.dp} devices, {kind}{', compiled for only' if FLAGS.topology else ''}; "
+        f"jax {jax.__version__}, Python {platform.python_version()}",
+        flush=True,
+    )
+
+    jax.jit(lambda: 0).lower().compile()  # what only the first compilation costs
+    load = [os.getloadavg()[0]]
+    rows = {name: compile_row(CONTENDERS[name](problem), mesh) for name in FLAGS.contenders}
+    audit.assert_one_reduction(rows[OURS].program, axis_name=AXIS, mesh=mesh)
+    print(f"{OURS}: one cross-device mean, checked in the compiled program", flush=True)
+
+    differences = None
+    if not FLAGS.topology:
+        differences = run_rounds(rows, problem, FLAGS.rounds)
+        worst = {key: max(d[key] for d in differences.values()) for key in ("loss", "update")}
+        load.append(os.getloadavg()[0])
+        print(
+            f"values agree: loss within {worst['loss']:.1g}, update within {worst['update']:.1g} "
+            f"of {OURS}'s (at most {TOLERANCES[FLAGS.dtype]:g})\n"
+            f"{FLAGS.rounds} rounds; load average {load[0]:.1f} before, {load[1]:.1f} after, on "
+            f"{os.cpu_count()} cores",
+            flush=True,
+        )
+
+    size = problem.gradient_bytes
+    summaries = {name: summary(row, rows[OURS], size) for name, row in rows.items()}
+    print(f"\n{markdown(summaries, size)}\n", flush=True)
+    for name, s in summaries.items():
+        if others := s["other_collective_bytes"]:
+            text = ", ".join(f"{kind} {size:,} bytes" for kind, size in others.items())
+            print(f"{name} a step also: {text}")
+
+    sizes = program_sizes(problem, bench_flags.PROGRAM_SIZES) if FLAGS.program_size else {}
+    if sizes:
+        same = "the same" if len(set(sizes.values())) == 1 else "NOT the same"
+        text = ", ".join(f"{n:,} instructions at {k:,} microbatches" for k, n in sizes.items())
+        print(f"program size of {OURS}: {text}: {same}", flush=True)
+
+    modules = (gradaccum, jax, jaxlib, np, optax)
+    results = {
+        "flags": {name: FLAGS[name].value for name in bench_flags.NAMES},
+        "versions": {"python": platform.python_version()}
+        | {module.__name__: module.__version__ for module in modules},
+        "devices": {"kind": kind, "count": FLAGS.dp, "ran": not FLAGS.topology},
+        "gradient_bytes": problem.gradient_bytes,
+        "load_average": load,
+        "tolerance": TOLERANCES[FLAGS.dtype],
+        "differences": differences,
+        "contenders": summaries,
+        "program_instructions": sizes,
+    }
+    if FLAGS.json:
+        with open(FLAGS.json, "w") as stream:
+            json.dump(results, stream, indent=1)
+            stream.write("\n")
+    return results
+
+
+def main(argv: list[str]) -> None:
+    del argv  # bench_flags.parse has refused all but flags
+    meshes.prepare_platform(flags.FLAGS.dp)
+    try:
+        bench(flags.FLAGS)
+    except (ValueError, ArithmeticError, OSError) as error:
+        sys.exit(f"bench: {error}")
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=lambda argv: bench_flags.parse(argv, flags.FLAGS, __doc__ or ""))

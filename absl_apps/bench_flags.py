@@ -1,0 +1,124 @@
+"""The flags of absl_apps.bench; sizes have the names that the first seed gave them.
+
+They are defined by a call, not by an import: another program's flags have the same names.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from absl import flags
+
+from absl_apps.bench_steps import CONTENDERS, OURS
+
+DTYPES = ["float32", "bfloat16"]
+NAMES = (
+    "grad_acc_steps",
+    "batch_size",
+    "d_model",
+    "n_layer",
+    "dp",
+    "dtype",
+    "contenders",
+    "rounds",
+    "program_size",
+    "topology",
+    "json",
+)
+PROGRAM_SIZES = 2, 1024  # microbatches for which gradaccum's program is to be equally long
+
+
+def define(values: flags.FlagValues) -> None:
+    """Define the program's flags, and the checks that need flags alone, on `values`."""
+
+    def integer(name: str, default: int, text: str) -> None:
+        flags.DEFINE_integer(name, default, text, lower_bound=1, flag_values=values)
+
+    integer("grad_acc_steps", 64, "Microbatches a step, on each device.")
+    integer("batch_size", 512, "Rows a step, over all devices and microbatches.")
+    integer("d_model", 512, "Width of a layer.")
+    integer("n_layer", 8, "Layers, in a scan.")
+    integer("dp", 8, "Data-parallel devices; simulated on a machine without accelerators.")
+    flags.DEFINE_enum(
+        "dtype",
+        "float32",
+        DTYPES,
+        "Dtype of parameters and batch in the loss, and so of gradients, accumulator and wire; "
+        "the optimizer's parameters are float32. (XLA's CPU sums bfloat16 as float32.)",
+        flag_values=values,
+    )
+    flags.DEFINE_list(
+        "contenders",
+        [name for name in CONTENDERS if name != "gradaccum_by_value"],
+        f"What to compare, of {','.join(CONTENDERS)}.",
+        flag_values=values,
+    )
+    integer("rounds", 5, "Steps timed of each contender, after one that is not.")
+    flags.DEFINE_bool(
+        "program_size",
+        True,
+        f"Also compile {OURS} for {' and '.join(map(str, PROGRAM_SIZES))} microbatches.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "topology",
+        None,
+        "Compile for this TPU slice, as v3:2x2, instead of running on the devices here.",
+        flag_values=values,
+    )
+    flags.DEFINE_string("json", None, "File for all that was measured.", flag_values=values)
+
+    @flags.multi_flags_validator(["batch_size", "grad_acc_steps", "dp"], flag_values=values)
+    def _batch(sizes: dict[str, int]) -> bool:
+        k, n = sizes["grad_acc_steps"], sizes["dp"]
+        if remainder := sizes["batch_size"] % (k * n):
+            below = sizes["batch_size"] - remainder
+            raise flags.ValidationError(
+                f"{sizes['batch_size']} rows are not divisible by grad_acc_steps * dp = "
+                f"{k} * {n} = {k * n}; the nearest that is: "
+                f"{f'{below} or ' if below else ''}{below + k * n}."
+            )
+        return True
+
+    @flags.validator("contenders", flag_values=values)
+    def _contenders(names: Sequence[str]) -> bool:
+        unknown = [name for name in names if name not in CONTENDERS]
+        if unknown or OURS not in names or len(set(names)) < len(names):
+            problem = f"{', '.join(unknown)} unknown" if unknown else f"got {', '.join(names)}"
+            raise flags.ValidationError(
+                f"{problem}; choose of {', '.join(CONTENDERS)}, each once, and {OURS} among them: "
+                "ratios are to it."
+            )
+        return True
+
+    @flags.validator("json", flag_values=values)
+    def _json(path: str | None) -> bool:
+        if path and not os.path.isdir(os.path.dirname(path) or "."):
+            raise flags.ValidationError(f"there is no directory {os.path.dirname(path)}.")
+        return True
+
+    del _batch, _contenders, _json  # registered
+
+
+def parse(argv: Sequence[str], values: flags.FlagValues, manual: str) -> list[str]:
+    """Define the flags, then read `argv`; `--help` prints the manual, an error is one line."""
+    define(values)
+    if {"--help", "-help", "--helpshort", "-h", "-?"} & set(argv[1:]):
+        print(manual.strip(), "\nFlags:", sep="\n")
+        for name in NAMES:
+            default = values[name].default
+            default = ",".join(default) if isinstance(default, list) else default
+            text = values[name].help.split(";\n")[0]  # absl adds how to repeat a flag
+            text += "" if default is None else f" Default: {default}."
+            print(f"  --{name}", textwrap.indent(textwrap.fill(text, 90), " " * 6), sep="\n")
+        sys.exit(0)
+    try:
+        rest = values(argv)
+    except flags.Error as error:
+        sys.exit(f"bench: {' '.join(str(error).split())}")
+    if rest[1:]:
+        sys.exit(f"bench: {rest[1]!r} is not a flag; flags are written --name=value.")
+    return rest

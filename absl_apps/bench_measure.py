@@ -1,0 +1,130 @@
+"""How absl_apps.bench measures: compiled programs, then steps in interleaved rounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import tqdm
+
+from absl_apps.bench_steps import CONTENDERS, OURS, Contender, Problem
+from gradaccum import audit
+
+# Largest relative difference to gradaccum's values. Sums are taken in another order; in bfloat16
+# each addition rounds to 8 bits.
+TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-2}
+
+
+@dataclasses.dataclass
+class Row:
+    """What was measured of one contender; bytes are those of each device."""
+
+    contender: Contender
+    program: Any  # compiled
+    compile_seconds: float  # tracing included
+    report: audit.Report
+    temp_bytes: int
+    seconds: list[float] = dataclasses.field(default_factory=list)  # one a round
+
+    def reductions(self) -> tuple[int, int]:
+        """All-reduces of a step, and their bytes."""
+        rows = [row for row in self.report if row.kind == "all-reduce"]
+        times = [self.contender.calls * executions(row) for row in rows]
+        return sum(times), sum(n * row.bytes for n, row in zip(times, rows, strict=True))
+
+    def others(self) -> dict[str, int]:
+        """Bytes a step of every other kind of collective."""
+        total: dict[str, int] = {}
+        for row in self.report:
+            if row.kind != "all-reduce":
+                size = self.contender.calls * executions(row) * row.bytes
+                total[row.kind] = total.get(row.kind, 0) + size
+        return total
+
+
+def executions(row: audit.Collective) -> int:
+    if row.executions is None:
+        raise ValueError(f"the trip count of the loop around {row.name} is unknown.")
+    return row.executions
+
+
+def compile_row(contender: Contender, mesh: jax.sharding.Mesh) -> Row:
+    started = time.perf_counter()
+    program = contender.jitted.lower(*contender.shapes).compile()
+    seconds = time.perf_counter() - started
+    report = audit.collectives(program, mesh=mesh)
+    return Row(contender, program, seconds, report, program.memory_analysis().temp_size_in_bytes)
+
+
+def run_rounds(
+    rows: Mapping[str, Row], problem: Problem, rounds: int
+) -> dict[str, dict[str, float]]:
+    """Time the contenders in turn, into `rows`; return the differences between their values.
+
+    Raises:
+      ArithmeticError: the values of a contender are not gradaccum's. Nothing has been timed.
+    """
+    params, batch = problem.arrays(seed=0)
+    batches = {name: row.contender.prepare(batch) for name, row in rows.items()}
+
+    def step(name: str) -> tuple[jax.Array, jax.Array]:
+        row = rows[name]
+        return jax.block_until_ready(row.contender.run(row.program, params, batches[name]))
+
+    # The first steps are not timed; their values are compared.
+    differences = compare({name: step(name) for name in rows}, params, problem.dtype.name)
+    order = list(rows)
+    # disable=None: the bar shows on a terminal only.
+    for _ in tqdm.tqdm(range(rounds), unit="round", disable=None):
+        for name in order:
+            started = time.perf_counter()
+            step(name)
+            rows[name].seconds.append(time.perf_counter() - started)
+        order = [*order[1:], order[0]]  # nobody always follows the same neighbour
+    return differences
+
+
+def compare(
+    values: Mapping[str, tuple[jax.Array, jax.Array]], params: jax.Array, dtype: str
+) -> dict[str, dict[str, float]]:
+    """Return each contender's relative differences to gradaccum: of the loss and of the update.
+
+    The update, new - old, is compared in norm; this is stricter than the new parameters. The loss
+    is a mean of values of order one and larger, so its scale is at least 1.
+    """
+    before = np.asarray(params)
+    new, our_loss = values[OURS]
+    ours, our_loss = np.asarray(new) - before, float(our_loss)
+    differences = {}
+    for name, (new, loss) in values.items():
+        update = np.asarray(new) - before
+        differences[name] = {
+            "loss": abs(float(loss) - our_loss) / max(1.0, abs(our_loss)),
+            "update": float(np.linalg.norm(update - ours) / np.linalg.norm(ours)),
+        }
+    limit = TOLERANCES[dtype]
+    # Not `any(x > limit)`: a NaN must fail too.
+    far = {n: d for n, d in differences.items() if not all(x <= limit for x in d.values())}
+    if far:
+        raise ArithmeticError(
+            f"values differ from {OURS}'s by more than {limit:g} ({dtype}): {far}. "
+            "No time is worth printing."
+        )
+    return differences
+
+
+def program_sizes(problem: Problem, microbatches: Sequence[int]) -> dict[int, int]:
+    """Instructions of gradaccum's optimised program, by number of microbatches of equal rows."""
+    rows = problem.batch_size // problem.grad_acc_steps
+    sizes = {}
+    for k in microbatches:
+        resized = dataclasses.replace(problem, grad_acc_steps=k, batch_size=k * rows)
+        contender = CONTENDERS[OURS](resized)
+        text = contender.jitted.lower(*contender.shapes).compile().as_text()
+        sizes[k] = len(re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = ", text, re.MULTILINE))
+    return sizes

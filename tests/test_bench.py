@@ -1,0 +1,197 @@
+"""The bench: its table, its JSON, the agreement it demands, its mistakes, and the real command."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from absl import flags
+
+from absl_apps import bench, bench_flags, bench_measure, bench_steps
+
+TINY = (
+    "--grad_acc_steps=4",
+    "--batch_size=64",
+    "--d_model=32",
+    "--n_layer=2",
+    "--rounds=2",
+)
+TREE = 2 * 32 * 32 * 4  # bytes of a gradient tree
+ALL = f"--contenders={','.join(bench_steps.CONTENDERS)}"
+
+
+def parse(*args):
+    values = flags.FlagValues()
+    bench_flags.parse(["bench", *args], values, manual="The manual.")
+    return values
+
+
+def table(text):
+    """The cells of the Markdown table in `text`, by name of the step."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    header, _, *rows = rows
+    assert all(len(row) == len(header) for row in rows)
+    return {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+
+
+############################################ A run ###############################################
+
+
+def test_run(capsys, tmp_path):
+    path = tmp_path / "bench.json"
+    bench.bench(parse(*TINY, ALL, f"--json={path}"))
+    printed = capsys.readouterr().out
+    cells, results = table(printed), json.loads(path.read_text())
+    rows = results["contenders"]
+    assert list(cells) == list(rows) == list(bench_steps.CONTENDERS)
+    assert results["gradient_bytes"] == TREE
+
+    assert re.search(r"values agree: loss within \S+, update within \S+ of gradaccum's", printed)
+    assert printed.index("values agree") < printed.index("| step")
+    for name, row in rows.items():
+        assert max(results["differences"][name].values()) <= results["tolerance"] == 1e-5
+        assert len(row["seconds"]) == 2
+        assert 0 < row["min_seconds"] <= row["median_seconds"] <= row["max_seconds"]
+        assert cells[name]["ratio"] == f"{row['ratio']:.2f}"
+        assert cells[name]["bytes a step"] == f"{row['all_reduce_bytes']:,}"
+        assert cells[name]["all-reduces a step"] == f"{row['all_reduces']:,}"
+        assert row["temp_gradient_trees"] == row["temp_bytes"] / TREE
+    assert rows["gradaccum"]["ratio"] == 1
+
+    # One reduction of one tree and the loss, against one for every microbatch and layer.
+    for name in "shard_map", "gradaccum", "gradaccum_by_value":
+        assert (rows[name]["all_reduces"], rows[name]["calls"]) == (1, 1)
+        assert rows[name]["all_reduce_bytes"] == TREE + 4
+    for name in "naive", "multisteps":  # 4 microbatches of 2 layers and a loss
+        assert rows[name]["all_reduces"] == 4 * (2 + 1)
+        assert rows[name]["all_reduce_bytes"] == 4 * (TREE + 4)
+    assert rows["multisteps"]["calls"] == 4
+    assert rows["multisteps"]["state_bytes"] >= TREE
+    assert cells["multisteps"]["temporary memory, gradient trees"].endswith(" + 1.00 state")
+
+    sizes = results["program_instructions"]
+    assert list(sizes) == ["2", "1024"]
+    assert sizes["2"] == sizes["1024"] > 10
+    assert printed.rstrip().endswith(": the same")
+    assert results["flags"]["grad_acc_steps"] == 4
+    assert results["versions"]["jax"] == jax.__version__
+    assert results["devices"] == {"kind": "cpu", "count": 8, "ran": True}
+
+
+def test_bfloat16_agrees_within_its_own_tolerance(capsys):
+    results = bench.bench(parse(*TINY, "--dtype=bfloat16", "--noprogram_size"))
+    assert results["gradient_bytes"] == TREE // 2
+    assert results["tolerance"] == 5e-2
+    assert 0 < results["differences"]["naive"]["update"] < 5e-2
+    assert "(at most 0.05)" in capsys.readouterr().out
+
+
+def test_a_step_that_loses_a_microbatch_is_refused_before_any_time(capsys, monkeypatch):
+    def lossy(problem):
+        step = bench_steps.shard_map(problem)
+
+        def run(program, params, batch):
+            return program(params, batch.at[:1].set(batch[1]))
+
+        return step._replace(run=run)
+
+    monkeypatch.setitem(bench_steps.CONTENDERS, "shard_map", lossy)
+    with pytest.raises(ArithmeticError, match=r"values differ .* more than 1e-05 .*'shard_map'"):
+        bench.bench(parse(*TINY, "--contenders=shard_map,gradaccum"))
+    assert "| step" not in capsys.readouterr().out
+
+
+def test_a_nan_is_refused():
+    before = jnp.zeros((2, 2))
+    ours, theirs = (before + 1, jnp.ones(())), (before + jnp.nan, jnp.ones(()))
+    with pytest.raises(ArithmeticError, match="'update': nan"):
+        bench_measure.compare({"gradaccum": ours, "shard_map": theirs}, before, "float32")
+
+
+def test_what_is_only_compiled_is_not_measured(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "mesh_elsewhere", lambda topology, dp: bench.mesh_here(dp))
+    results = bench.bench(parse(*TINY, "--topology=v3:2x2", "--noprogram_size"))
+    row = table(capsys.readouterr().out)["naive"]
+    assert row["median, s"] == row["min to max, s"] == row["ratio"] == "not measured"
+    assert row["all-reduces a step"] == "12"
+    assert results["contenders"]["naive"]["median_seconds"] is None
+    assert results["differences"] is None
+    assert results["devices"]["ran"] is False
+
+
+############################################ Mistakes ############################################
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["--batch_size=500"],
+            r"500 rows are not divisible by grad_acc_steps \* dp = 64 \* 8 = 512; .* is: 512\.",
+        ),
+        (
+            ["--batch_size=100", "--grad_acc_steps=4", "--dp=3"],
+            r"100 rows are not divisible by .* 4 \* 3 = 12; .* is: 96 or 108\.",
+        ),
+        (["--rounds=0"], r"--rounds=0"),
+        (["--dtype=float8"], r"float32\|bfloat16"),
+        (["--contenders=naive"], r"got naive; .* gradaccum among them: ratios are to it"),
+        (["--contenders=gradaccum,pmap"], r"pmap unknown; choose of naive, multisteps"),
+        (["--contenders=gradaccum,gradaccum"], r"each once"),
+        (["--json=/nowhere/x.json"], r"there is no directory /nowhere"),
+        (["--grad_acc=4"], r"Unknown command line flag 'grad_acc'"),
+        (["64"], r"'64' is not a flag"),
+    ],
+    ids=lambda value: "-".join(value).replace("/", "_") if isinstance(value, list) else "",
+)
+def test_bad_flags_are_one_line(args, message):
+    with pytest.raises(SystemExit, match=message) as exit_:
+        parse(*args)
+    assert "\n" not in exit_.value.code
+
+
+def test_too_few_devices():
+    with pytest.raises(ValueError, match=r"--dp=16: needs 16 devices, found 8 \(cpu\); use --dp=8"):
+        bench.bench(parse("--dp=16", "--batch_size=1024"))
+
+
+def test_a_topology_without_libtpu_names_the_extra(monkeypatch):
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"v3:2x2: .* pip install 'gradaccum\[aot-tpu\]'"):
+        bench.bench(parse("--topology=v3:2x2"))
+
+
+############################################# Flags ##############################################
+
+
+def test_help_is_complete(capsys):
+    values = flags.FlagValues()
+    bench_flags.define(values)
+    assert sorted(values) == sorted(bench_flags.NAMES)
+    with pytest.raises(SystemExit) as exit_:
+        parse("--help")
+    assert exit_.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("The manual.\n")
+    assert re.findall(r"^  --(\w+)$", printed, re.M) == list(bench_flags.NAMES)
+    assert "Microbatches a step, on each device. Default: 64." in printed
+
+
+######################################## The real command ########################################
+
+
+def test_the_command():
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    command = [sys.executable, "-m", "absl_apps.bench", *TINY, "--noprogram_size"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert "2 layers of 32, batch 64 in 4 microbatches, float32" in result.stdout
+    assert "8 devices, cpu; jax " in result.stdout
+    assert list(table(result.stdout)) == ["naive", "multisteps", "shard_map", "gradaccum"]

@@ -1,0 +1,62 @@
+"""What a run leaves behind: `metrics.jsonl`, a line a step, and `run.json`, what was run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+METRICS, RUN = "metrics.jsonl", "run.json"
+
+
+class RunFiles:
+    """The files of one run in one directory; nothing that an earlier run wrote is touched.
+
+    Raises:
+      ValueError: if the directory holds another run's metrics, or cannot be written.
+    """
+
+    def __init__(self, workdir: str):
+        self.workdir = workdir
+        self.metrics_path = os.path.join(workdir, METRICS)
+        self.run_path = os.path.join(workdir, RUN)
+        where = f"--workdir={workdir}"
+        try:
+            if os.path.exists(workdir) and not os.path.isdir(workdir):
+                raise ValueError(f"{where}: is a file; name a directory.")
+            os.makedirs(workdir, exist_ok=True)
+            if not self._left_empty():
+                open(self.metrics_path, "x").close()
+        except FileExistsError as error:
+            raise ValueError(
+                f"{where}: {error.filename} exists, from another run, and is not overwritten; "
+                "give this run a directory of its own."
+            ) from None
+        except OSError as error:
+            raise ValueError(
+                f"{where}: cannot be written: {error.strerror} ({error.filename})."
+            ) from None
+
+    def _left_empty(self) -> bool:
+        """Whether an earlier run ended here before its first step: nothing worth keeping."""
+        if os.path.isfile(self.metrics_path):
+            return not os.path.getsize(self.metrics_path)
+        if os.path.exists(self.run_path):  # without metrics it is no run of ours
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.run_path)
+        return False
+
+    def log(self, **metrics: float) -> None:
+        """Append one line to metrics.jsonl; a reader sees it at once, and sees it whole."""
+        line = json.dumps(metrics, allow_nan=False) + "\n"
+        with open(self.metrics_path, "a") as stream:
+            stream.write(line)
+
+    def describe(self, run: Mapping[str, Any]) -> None:
+        """Replace run.json in one move, so that it is never half written."""
+        partial = self.run_path + ".partial"
+        with open(partial, "w") as stream:
+            json.dump(run, stream, indent=1, allow_nan=False)
+            stream.write("\n")
+        os.replace(partial, self.run_path)

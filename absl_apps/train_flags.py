@@ -1,0 +1,189 @@
+"""The flags of absl_apps.train: their groups, units, defaults, and what cannot be combined.
+
+They are defined by a call, not by an import: another program that imports this one, or has a
+flag of the same name, is not disturbed.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+
+from absl import flags
+
+from absl_apps import meshes, transformer
+
+DATA_AXIS = "dp"
+
+# Peak learning rates that suit the default sizes, by optimizer.
+LEARNING_RATES = {"adamw": 3e-3, "lion": 5e-4, "sgd": 0.3}
+
+# The order of --help; a test keeps it complete.
+GROUPS = {
+    "Data": ("data", "max_data_bytes", "seed"),
+    "Model": ("d_model", "n_layer", "n_head", "seq_len", "compute_dtype"),
+    "Optimization": (
+        "steps",
+        "global_batch",
+        "microbatches",
+        "optimizer",
+        "learning_rate",
+        "warmup_steps",
+    ),
+    "Devices": ("mesh", "cpu_devices"),
+    "Output": ("workdir",),
+}
+
+
+def define(values: flags.FlagValues) -> None:
+    """Define every flag of the program, and the checks that need flags alone, on `values`."""
+
+    def integer(name: str, default: int | None, text: str, lower_bound: int = 1) -> None:
+        flags.DEFINE_integer(name, default, text, lower_bound=lower_bound, flag_values=values)
+
+    flags.DEFINE_multi_string(
+        "data",
+        None,
+        "Text files or globs (** descends), separated by commas or given again. Default: the "
+        "Python standard library's own *.py files, in the order of their names.",
+        flag_values=values,
+    )
+    integer("max_data_bytes", 8_000_000, "Bytes of text to read at most, from the start.")
+    integer("seed", 0, "Seed of the parameters and, with the step, of each batch.", 0)
+
+    integer("d_model", 128, "Width of the residual stream.")
+    integer("n_layer", 4, "Layers.")
+    integer("n_head", 4, "Attention heads; 2 * n_head divides d_model.")
+    integer("seq_len", 128, "Bytes predicted per sequence.")
+    flags.DEFINE_enum(
+        "compute_dtype",
+        "bfloat16",
+        ["bfloat16", "float32"],
+        "Dtype inside the layers; parameters, gradients and the loss are float32.",
+        flag_values=values,
+    )
+
+    integer("steps", 200, "Optimizer steps.")
+    integer("global_batch", 64, "Sequences per step, over all devices and microbatches.")
+    integer("microbatches", 4, "Forward and backward passes per step on each device.")
+    flags.DEFINE_enum(
+        "optimizer",
+        "adamw",
+        sorted(LEARNING_RATES),
+        "Optax optimizer, with its own defaults; gradients are clipped to global norm 1.",
+        flag_values=values,
+    )
+    flags.DEFINE_float(
+        "learning_rate",
+        None,
+        "Peak learning rate; a cosine takes it to a tenth at the last step. Default: "
+        + ", ".join(f"{rate:g} for {name}" for name, rate in LEARNING_RATES.items())
+        + ".",
+        lower_bound=0.0,
+        flag_values=values,
+    )
+    integer(
+        "warmup_steps",
+        None,
+        "Optimizer steps (not microbatches) of linear warmup from 0. Default: a tenth of --steps.",
+        0,
+    )
+
+    flags.DEFINE_string(
+        "mesh",
+        None,
+        f"Devices along the data axis, as {DATA_AXIS}=8. Default: all there are.",
+        flag_values=values,
+    )
+    integer("cpu_devices", 8, "Simulated CPU devices, on a machine without accelerators.")
+
+    flags.DEFINE_string(
+        "workdir",
+        None,
+        "Directory of this run's metrics.jsonl and run.json, made if missing; another run's "
+        "is refused. Default: a new one, runs/<date>-<time>.",
+        flag_values=values,
+    )
+
+    @flags.multi_flags_validator(["d_model", "n_layer", "n_head"], flag_values=values)
+    def _model(sizes: dict[str, int]) -> bool:
+        return _valid(lambda: transformer.Config(**sizes))
+
+    @flags.validator("mesh", flag_values=values)
+    def _mesh(text: str | None) -> bool:
+        return text is None or _valid(lambda: check_axes(meshes.parse(text)))
+
+    @flags.validator("learning_rate", "must be finite", flag_values=values)
+    def _rate(rate: float | None) -> bool:
+        return rate is None or math.isfinite(rate)
+
+    @flags.multi_flags_validator(["warmup_steps", "steps"], flag_values=values)
+    def _warmup(steps: dict[str, int | None]) -> bool:
+        if steps["warmup_steps"] is not None and steps["warmup_steps"] > steps["steps"]:
+            raise flags.ValidationError(
+                f"{steps['warmup_steps']} warmup steps do not fit in {steps['steps']} steps; "
+                "both count optimizer steps."
+            )
+        return True
+
+    del _model, _mesh, _rate, _warmup  # registered
+
+
+def check_axes(axes: dict[str, int]) -> None:
+    """Raise ValueError unless the mesh is the one data axis that this program knows."""
+    if list(axes) != [DATA_AXIS]:
+        raise ValueError(
+            f"axes {', '.join(axes)}, but this program splits the batch over the one axis "
+            f"{DATA_AXIS}: write --mesh={DATA_AXIS}=8."
+        )
+
+
+def check_batch(global_batch: int, microbatches: int, data_devices: int) -> None:
+    """Raise ValueError unless every device gets the same whole microbatches."""
+    multiple = microbatches * data_devices
+    if global_batch % multiple:
+        below = global_batch - global_batch % multiple
+        nearest = f"{below} or {below + multiple}" if below else f"{multiple}"
+        raise ValueError(
+            f"--global_batch={global_batch}: not divisible by microbatches * {DATA_AXIS} devices "
+            f"= {microbatches} * {data_devices} = {multiple}; the nearest that is: {nearest}."
+        )
+
+
+def parse(argv: Sequence[str], values: flags.FlagValues, manual: str) -> list[str]:
+    """Define the flags, then read `argv`; `--help` prints the manual, an error is one line."""
+    define(values)
+    if {"--help", "-help", "--helpshort", "-h", "-?"} & set(argv[1:]):
+        print(manual.strip(), help_text(values), sep="\n\n")
+        sys.exit(0)
+    try:
+        rest = values(argv)
+    except flags.Error as error:
+        sys.exit(f"train: {' '.join(str(error).split())}")
+    if rest[1:]:
+        sys.exit(f"train: {rest[1]!r} is not a flag; flags are written --name=value.")
+    return rest
+
+
+def help_text(values: flags.FlagValues) -> str:
+    """Return the flags by group, each with its units and default."""
+    lines = ["Flags (also from a file, one a line: --flagfile=PATH)"]
+    for group, names in GROUPS.items():
+        lines.append(f"\n{group}:")
+        for name in names:
+            flag = values[name]
+            default = "" if flag.default is None else f" Default: {flag.default}."
+            text = flag.help.split(";\n")[0] + default  # absl adds how to repeat a flag
+            lines.append(f"  --{name}")
+            lines.append(textwrap.fill(text, 96, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    return "\n".join(lines)
+
+
+def _valid(check: Callable[[], object]) -> bool:
+    try:
+        check()
+    except ValueError as error:
+        raise flags.ValidationError(str(error)) from None
+    return True

@@ -1,0 +1,274 @@
+"""The training program: its step, its files, its mistakes, and one real run of the command."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from absl import flags
+
+from absl_apps import meshes, train, train_flags, transformer
+
+TINY = ("--d_model=16", "--n_layer=2", "--n_head=2", "--seq_len=16")
+BATCH = ("--global_batch=16", "--microbatches=2")
+RUN = (*TINY, *BATCH, "--steps=3", "--mesh=dp=2")  # two devices compile and run sooner
+
+
+def parse(*args):
+    values = flags.FlagValues()
+    train_flags.parse(["train", *args], values, manual="The manual.")
+    return values
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 50)
+    return f"--data={path}"
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    return tmp_path / "run"
+
+
+def metrics(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(workdir):
+    return [line["loss"] for line in metrics(workdir)]
+
+
+############################################ The step ############################################
+
+
+@pytest.fixture(scope="module")
+def full_batch():
+    """Config, parameters, tokens, and the plain loss and gradient of all of them at once."""
+    config = transformer.Config(16, 2, 2, "float32")
+    params = transformer.init(jax.random.key(0), config)
+    params["head"] += 0.1 * jax.random.normal(jax.random.key(1), params["head"].shape)
+    tokens = np.random.default_rng(0).integers(0, 256, (16, 9), dtype=np.uint8)
+    value_and_grad = jax.jit(jax.value_and_grad(transformer.loss), static_argnums=2)
+    # Copies on the host: the step donates the parameters.
+    return config, *jax.tree.map(np.array, (params, tokens, value_and_grad(params, tokens, config)))
+
+
+@pytest.mark.parametrize(("devices", "microbatches"), [(8, 2), (2, 4)])
+def test_step_applies_the_full_batch_gradient(full_batch, devices, microbatches):
+    config, params, tokens, (loss, grads) = full_batch
+    tx = optax.sgd(1.0)  # the step is then params - gradient
+    step = train.make_step(config, meshes.make({"dp": devices}), microbatches, tx)
+    state, step_loss = step(train.TrainState(params, tx.init(params)), tokens)
+    np.testing.assert_allclose(step_loss, loss, rtol=1e-5)
+    applied = jax.tree.map(lambda before, after: before - np.array(after), params, state.params)
+    jax.tree.map(
+        lambda a, g: np.testing.assert_allclose(a, g, rtol=1e-4, atol=2e-6), applied, grads
+    )
+
+
+def test_schedule_counts_steps():
+    schedule = train.make_schedule(peak=1.0, warmup_steps=4, steps=12)
+    rates = [float(schedule(jnp.asarray(step))) for step in range(13)]
+    np.testing.assert_allclose(rates[:5], [0.2, 0.4, 0.6, 0.8, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(rates[8], (1 + 0.1) / 2, rtol=1e-6)
+    np.testing.assert_allclose(rates[12], 0.1, rtol=1e-6)
+    assert float(train.make_schedule(peak=1.0, warmup_steps=0, steps=12)(jnp.asarray(0))) == 1.0
+    defaults = train.make_schedule(peak=1.0, warmup_steps=None, steps=40)
+    np.testing.assert_allclose(defaults(jnp.asarray(4)), 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(train_flags.LEARNING_RATES))
+def test_every_optimizer_descends(name):
+    tx = train.make_optimizer(name, train.make_schedule(0.05, None, 100))
+
+    @jax.jit
+    def descend(x):
+        def body(carry, _):
+            x, state = carry
+            updates, state = tx.update(2 * x, state, x)
+            return (optax.apply_updates(x, updates), state), None
+
+        return jax.lax.scan(body, (x, tx.init(x)), length=100)[0][0]
+
+    assert np.all(np.abs(descend(jnp.array([1.0, -1.0]))) < 0.2)
+
+
+def test_loss_falls_below_the_unigram_entropy(text, workdir):
+    args = (*TINY, *BATCH, "--steps=60", "--learning_rate=0.01", "--mesh=dp=2")
+    run = train.train(parse(*args, text, f"--workdir={workdir}"))
+    assert losses(workdir)[0] == pytest.approx(math.log(256), abs=0.01)
+    assert run["final_loss"] < run["data"]["unigram_entropy"] - 0.3
+    assert run["final_loss"] == pytest.approx(np.mean(losses(workdir)[-10:]))
+
+
+########################################### Its files ############################################
+
+
+def test_one_seed_gives_one_run_and_each_its_own_directory(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train.train(parse(*RUN, text, f"--workdir={tmp_path / 'named'}"))
+    train.train(parse(*RUN, text))
+    (created,) = (tmp_path / "runs").iterdir()
+    assert len(losses(created)) == 3
+    assert losses(created) == losses(tmp_path / "named")
+
+
+def test_another_run_is_not_overwritten(text, workdir):
+    workdir.mkdir()
+    (workdir / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(SystemExit, match=r"metrics\.jsonl exists, from another run, and is not"):
+        train.train(parse(*RUN, text, f"--workdir={workdir}"))
+    assert (workdir / "metrics.jsonl").read_text() == '{"step": 0}\n'
+    assert os.listdir(workdir) == ["metrics.jsonl"]
+
+
+############################################ Mistakes ############################################
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--mesh=dp"], r"--mesh=dp: 'dp' is not a new axis name=size"),
+        (["--mesh=mp=2"], r"axes mp, but this program splits the batch over the one axis dp"),
+        (["--n_head=3"], r"d_model = 128 is not divisible by 2 \* n_head = 2 \* 3 = 6"),
+        (["--steps=0"], r"--steps=0"),
+        (["--microbatches=-1"], r"--microbatches=-1"),
+        (["--warmup_steps=9", "--steps=5"], r"9 warmup steps do not fit in 5 steps"),
+        (["--learning_rate=nan"], r"--learning_rate=nan: must be finite"),
+        (["--optimizer=adma"], r"adamw\|lion\|sgd"),
+        (["--step=5"], r"Unknown command line flag 'step'"),
+        (["5"], r"'5' is not a flag"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_bad_flags_are_one_line(args, message):
+    with pytest.raises(SystemExit, match=message) as exit_:
+        parse(*args)
+    assert "\n" not in exit_.value.code
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["--global_batch=30", "--microbatches=4"],
+            r"--global_batch=30: .* 4 \* 8 = 32; the nearest that is: 32\.",
+        ),
+        (
+            ["--global_batch=30", "--microbatches=4", "--mesh=dp=3"],
+            r"4 \* 3 = 12; the nearest that is: 24 or 36\.",
+        ),
+        (["--mesh=dp=16"], r"--mesh=dp=16: needs 16 devices, found 8"),
+        (["--data=/nowhere/*.txt,/nowhere/else"], r"no file matches /nowhere/\*\.txt, /nowhere/el"),
+        (["--data=,"], r"no file matches"),
+        (["--max_data_bytes=128"], r"128 bytes are fewer than seq_len \+ 1 = 128 \+ 1 = 129"),
+        (["--workdir=/proc/none"], r"--workdir=/proc/none: cannot be written: "),
+        ([f"--workdir={__file__}"], r"is a file; name a directory"),
+    ],
+    ids=lambda value: "-".join(value).replace("/", "_") if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_line_before_anything_is_computed(args, message, workdir):
+    with pytest.raises(SystemExit, match=message) as exit_:
+        train.train(parse(f"--workdir={workdir}", *args))
+    assert "\n" not in exit_.value.code
+    assert not workdir.exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(text, workdir):
+    unstable = ("--optimizer=sgd", "--learning_rate=1e38", "--mesh=dp=1", "--microbatches=1")
+    with pytest.raises(SystemExit, match=r"the loss is (nan|inf) at step 1; lower --learning_rate"):
+        train.train(parse(*RUN, *unstable, text, f"--workdir={workdir}"))
+    assert len(losses(workdir)) == 1
+
+
+############################################# Flags ##############################################
+
+
+def test_import_defines_no_flag():
+    assert not {name for group in train_flags.GROUPS.values() for name in group} & set(flags.FLAGS)
+
+
+def test_help_is_grouped_and_complete(capsys):
+    values = flags.FlagValues()
+    train_flags.define(values)
+    grouped = [name for group in train_flags.GROUPS.values() for name in group]
+    assert sorted(grouped) == sorted(values)
+    with pytest.raises(SystemExit) as exit_:
+        parse("--help")
+    assert exit_.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("The manual.\n")
+    assert re.findall(r"^  --(\w+)$", shown, re.M) == grouped
+    assert re.findall(r"^(\w+):$", shown, re.M) == list(train_flags.GROUPS)
+    assert "Optimizer steps. Default: 200." in shown
+
+
+def test_flagfile(tmp_path):
+    (tmp_path / "small.flags").write_text("--steps=7\n# wide\n--d_model=64\n")
+    values = parse(f"--flagfile={tmp_path / 'small.flags'}", "--d_model=32")
+    assert (values.steps, values.d_model) == (7, 32)
+
+
+######################################## The real command ########################################
+
+
+@pytest.mark.slow
+def test_the_command(text, workdir, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "absl_apps.train",
+            *TINY,
+            *BATCH,
+            "--steps=5",
+            text,
+            f"--workdir={workdir}",
+        ],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    # No bar where there is no terminal, and no noise; but XLA may remark on a slow machine.
+    assert not [line for line in result.stderr.splitlines() if "rendezvous" not in line]
+
+    assert "byte-unigram entropy: " in result.stdout
+    assert "mesh: dp=8, cpu" in result.stdout
+    assert "batch: 16 = 8 devices * 2 microbatches * 1 sequences of 16 bytes" in result.stdout
+    assert re.search(r"all-reduce.*dp.*f32", result.stdout)
+    assert "one cross-device mean of the gradients: checked" in result.stdout
+    assert re.search(
+        r"final loss: \d\.\d{3} nats a byte, the mean of the last 5 of 5", result.stdout
+    )
+    assert f"files: {workdir}/metrics.jsonl {workdir}/run.json" in result.stdout
+
+    lines = metrics(workdir)
+    assert [line["step"] for line in lines] == list(range(5))
+    assert all(set(line) == {"step", "loss", "tokens_per_second"} for line in lines)
+    assert all(line["tokens_per_second"] > 0 for line in lines)
+
+    run = json.loads((workdir / "run.json").read_text())
+    assert run["mesh"] == {"dp": 8}
+    assert run["devices"] == {"platform": "cpu", "kind": "cpu", "count": 8}
+    assert run["flags"]["microbatches"] == 2
+    assert run["flags"]["data"] == [str(tmp_path / "text.txt")]
+    assert run["versions"]["jax"] == jax.__version__
+    assert run["data"]["bytes"] == os.path.getsize(tmp_path / "text.txt")
+    assert run["final_loss"] == pytest.approx(np.mean([line["loss"] for line in lines]))
+    # Every gradient byte is reduced, and no more than those and a few scalars.
+    gradient_bytes = 4 * run["parameters"]
+    assert gradient_bytes <= run["audit"]["totals"]["dp"]["bytes"] <= gradient_bytes + 1024
+    assert {row["executions"] for row in run["audit"]["collectives"]} == {1}

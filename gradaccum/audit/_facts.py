@@ -53,6 +53,10 @@ class Fact:
     origin: frozenset[Hashable] = frozenset()
     # Whether it is an input of the program, or made of inputs alone.
     given: bool = False
+    # A number that differs between devices by their index.
+    by_device: bool = False
+    # Zeros but for this device's part: an all-reduce of such is a gather.
+    placed: bool = False
     # The arrays that it consists of, laid end to end (as the GPU compiler does to combine them).
     pieces: tuple[Fact, ...] = ()
 
@@ -121,6 +125,7 @@ def join(one: Value, other: Value, identity: Hashable) -> Value:
             gathered=a.gathered | b.gathered,
             origin=a.origin if same else frozenset({(identity, count - 1)}),
             given=a.given and b.given,
+            by_device=a.by_device or b.by_device,
         )
 
     return visit(one, other)
@@ -161,7 +166,9 @@ def combine(opcode: str, operands: list[Fact], size: int, identity: Hashable) ->
     given = all(fact.given for fact in operands)
     if size <= 1:
         moves = opcode in MOVING or opcode == "convert"
-        return Fact(size, number=operands[0].number if moves else None, given=given)
+        by_device = any(fact.by_device for fact in operands)
+        number = operands[0].number if moves else None
+        return Fact(size, number=number, given=given, by_device=by_device)
     carried = [fact for fact in operands if fact.size > 1]
     sources = [fact for fact in carried if fact.origin]
     origin: frozenset[Hashable]
@@ -186,5 +193,6 @@ def combine(opcode: str, operands: list[Fact], size: int, identity: Hashable) ->
         ),
         origin=origin,
         given=given,
+        placed=len(sources) == 1 and sources[0].placed and (keeps_order or opcode == "transpose"),
         pieces=sources[0].pieces if keeps_order and len(sources) == 1 else (),
     )

@@ -155,6 +155,8 @@ class Flow:
         """One array made of arrays."""
         opcode = instruction.opcode
         identity = (at.path, instruction.name)
+        if opcode in ("partition-id", "replica-id"):
+            return Fact(shape.size, by_device=True)
         if opcode == "iota" or (opcode == "broadcast" and operands[0].size <= 1):
             return Fact(shape.size, given=all(fact.given for fact in operands))
         if opcode == "broadcast" and operands[0].size == shape.size:
@@ -169,9 +171,13 @@ class Flow:
                     return whole
         if opcode in _facts.MOVING:
             part = (shape, instruction.attributes.get("slice", identity))
-            return _facts.combine(opcode, operands[:1], shape.size, part)
+            moved = operands[:1] if shape.size > 1 else operands
+            return _facts.combine(opcode, moved, shape.size, part)
         if opcode == "dynamic-update-slice":
-            return _facts.combine(opcode, operands[:2], shape.size, identity)
+            result = _facts.combine(opcode, operands[:2], shape.size, identity)
+            base, where = operands[0], operands[2:]
+            placed = not base.origin and any(index.by_device for index in where)
+            return dataclasses.replace(result, placed=placed)
         if opcode == "concatenate" or opcode in _facts.ELEMENTWISE:
             used = operands[1:] if opcode == "select" else operands
             result = _facts.combine(opcode, used, shape.size, identity)
@@ -180,8 +186,8 @@ class Flow:
             return result
         if opcode == "reduce" and self._is_sum(instruction):
             return self._sum(operands, shape.size, identity)
-        if opcode == "dot":
-            self._contract(instruction, operands, at)
+        if opcode in ("dot", "convolution"):  # the TPU compiler writes dots as convolutions
+            self._contract(instruction, operands)
         return _facts.fresh(shape, identity)
 
     def _is_sum(self, instruction: Instruction) -> bool:
@@ -210,20 +216,17 @@ class Flow:
                 result = self._summed(result, path)
         return result
 
-    def _contract(self, instruction: Instruction, operands: list[Fact], at: _Place) -> None:
-        """A product of two gathered operands sums over devices if it contracts what was gathered.
+    def _contract(self, instruction: Instruction, operands: list[Fact]) -> None:
+        """A product of two gathered operands sums over devices what was gathered.
 
-        The text does not say which dimension that is after a few layout changes, so a contraction
-        of a size that the devices divide counts, unless both operands are inputs (parameters).
+        After a few layout changes the text does not say which dimension that is, so every
+        contraction counts, unless both operands are inputs of the program (parameters).
         """
-        del at
-        left, right = operands[0], operands[1]
-        whole = [{path for path, part in fact.gathered if not part} for fact in (left, right)]
-        contracted = instruction.attributes.get("lhs_contracting_dims", "{}")
-        for path in whole[0] | whole[1] if all(whole) else ():
-            computed = not all(self.sites[p].operands[0].given for p in whole[0] | whole[1])
-            if computed and contracted != "{}":
-                self.local_sums.add(path)
+        is_outer = instruction.attributes.get("lhs_contracting_dims") == "{}"
+        left, right = ({p for p, part in fact.gathered if not part} for fact in operands[:2])
+        computed = not all(self.sites[p].operands[0].given for p in left | right)
+        if left and right and computed and not is_outer:
+            self.local_sums |= left | right
 
     def _summed(self, result: Fact, path: Path) -> Fact:
         self.local_sums.add(path)
@@ -254,7 +257,7 @@ class Flow:
         if key == (*at.path, instruction.name):
             self.sites[key] = site
             for i, fact in enumerate(site.operands):
-                if site.reduces:
+                if site.sums(i):
                     self.chains |= {(label, (key, i)) for label in fact.reduced}
         results = _sites.handed_on(site)
         if kind == "send":

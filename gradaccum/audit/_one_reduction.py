@@ -42,9 +42,8 @@ class Check:
         labels = [
             (key, i)
             for key, site in self.sites.items()
-            if site.reduces
             for i, array in enumerate(site.arrays)
-            if array.size > 1
+            if array.size > 1 and site.sums(i)
         ]
         # A hand-made reduce-scatter, as a quantised hook does: exchange, then sum.
         summed = [key for key in self.flow.local_sums if key in self.sites]

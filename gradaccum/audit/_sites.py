@@ -64,6 +64,10 @@ class Site:
         """Whether it sums between devices."""
         return self.kind in REDUCTIONS or self.transfer in ("ALL_REDUCE", "REDUCE_SCATTER")
 
+    def sums(self, operand: int) -> bool:
+        """Whether it sums this operand; zeros but for one device's part are gathered instead."""
+        return self.reduces and not self.operands[operand].placed
+
     @property
     def gathers(self) -> bool:
         """Whether every device gets the operands of all of its group."""
@@ -193,11 +197,12 @@ def handed_on(site: Site) -> list[Fact]:
         if size <= 1:
             results.append(Fact(size))
             continue
-        reduced = fact.reduced | {(site.key, i)} if site.reduces else fact.reduced
+        sums = site.sums(i)
+        reduced = fact.reduced | {(site.key, i)} if sums else fact.reduced
         gathered = fact.gathered
         if (site.gathers or site.exchanges) and fact.size > 1:
             gathered = gathered | {(site.key, site.exchanges)}
-        elif site.reduces:
+        elif sums:
             gathered = frozenset()
         results.append(
             Fact(size, reduced=reduced, gathered=gathered, origin=frozenset({(site.key, i)}))

@@ -1,0 +1,210 @@
+"""`audit.assert_one_reduction` on the other ways to do one mean, and on the nearly right ones."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from audit_fixtures import programs
+from audit_fixtures.programs import GRAD, D, arguments, compiled, loss, mesh_of, program, shaped
+from jax.sharding import PartitionSpec as P
+
+import gradaccum
+from gradaccum import audit
+
+TREE = 4 * 2 * (D * D + D)  # bytes of the gradient tree
+
+
+def fsdp(params, x):
+    """Parameter shards gathered, used, and their gradients scattered by the gather's transpose."""
+
+    def gathered_loss(shards):
+        full = jax.tree.map(lambda w: jax.lax.all_gather(w, "dp", tiled=True), shards)
+        return loss(full, x)
+
+    value, grads = jax.value_and_grad(gathered_loss)(params)
+    return jax.lax.pmean(value, "dp"), grads
+
+
+def zero_step(params, x):
+    """ZeRO-2 with a clipped step: scatter, norm of the shards, update, gather."""
+    grads = jax.tree.map(lambda g: jax.lax.psum_scatter(g, "dp", tiled=True) / 8, GRAD(params, x))
+    norm = jax.lax.psum(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)), "dp") ** 0.5
+    at = jax.lax.axis_index("dp")
+
+    def update(w, g):
+        shard = jax.lax.dynamic_slice_in_dim(w, at * g.shape[0], g.shape[0])
+        return jax.lax.all_gather(shard - 0.1 * g / jnp.maximum(norm, 1.0), "dp", tiled=True)
+
+    return jax.tree.map(update, params, grads)
+
+
+def int8_mean(params, x):
+    """Quantise, exchange, sum, quantise, gather: a reduce-scatter and gather made by hand."""
+
+    def mean(g):
+        rows = g.reshape(8, -1)
+        scale = jnp.abs(rows).max(-1, keepdims=True) / 127
+        q, scale = jnp.round(rows / scale).astype(jnp.int8), scale
+        q, scale = (jax.lax.all_to_all(a, "dp", 0, 0) for a in (q, scale))
+        total = jnp.sum(q.astype(jnp.float32) * scale, 0)
+        top = jnp.abs(total).max() / 127
+        q = jax.lax.all_gather(jnp.round(total / top).astype(jnp.int8), "dp")
+        return (q.astype(jnp.float32) * jax.lax.all_gather(top, "dp")[:, None]).reshape(g.shape)
+
+    return jax.tree.map(mean, GRAD(params, x))
+
+
+def powersgd(params, x):
+    """Rank 2: the second reduction depends on the first through a product, on other bytes."""
+
+    def mean(g):
+        if g.ndim < 2:
+            return jax.lax.pmean(g, "dp")
+        left = jax.lax.pmean(g @ jnp.eye(D, 2), "dp")
+        left = left / jnp.maximum(jnp.linalg.norm(left, axis=0, keepdims=True), 1e-6)
+        return left @ jax.lax.pmean(g.T @ left, "dp").T
+
+    return jax.tree.map(mean, GRAD(params, x))
+
+
+def by_leaf(params, x):
+    return jax.tree.map(lambda g: jax.lax.pmean(g, "dp"), GRAD(params, x))
+
+
+def with_row_norms(params, x):
+    grads = GRAD(params, x)
+    norm = sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
+    return jax.lax.pmean((grads, norm), "dp")
+
+
+def in_either_branch(params, x):
+    def doubled(grads):
+        return jax.tree.map(lambda g: 2 * g, jax.lax.psum(grads, "dp"))
+
+    grads = GRAD(params, x)
+    return jax.lax.cond(params[0][1][0] > 0, lambda g: jax.lax.psum(g, "dp"), doubled, grads)
+
+
+@pytest.mark.parametrize(
+    "step", [zero_step, int8_mean, powersgd, by_leaf, with_row_norms], ids=lambda f: f.__name__
+)
+def test_one_mean_made_in_another_way_passes(step):
+    audit.assert_one_reduction(program(step, mesh_of(dp=8)), axis_name="dp")
+
+
+def test_one_row_a_device_is_not_mistaken_for_the_same_bytes():
+    # A bias's gradient is then the cotangent itself, with nothing summed.
+    audit.assert_one_reduction(program(by_leaf, mesh_of(dp=8), rows=8), axis_name="dp")
+
+
+def test_exclusive_branches_do_not_reduce_twice():
+    made = program(in_either_branch, mesh_of(dp=8))
+    audit.assert_one_reduction(made, axis_name="dp", conditional=True)
+
+
+def test_fsdp_gathers_and_scatters_pass():
+    mesh = mesh_of(dp=8)
+    f = jax.shard_map(
+        fsdp, mesh=mesh, in_specs=(P("dp"), P("dp")), out_specs=(P(), P("dp")), check_vma=False
+    )
+    params, x = arguments(mesh, "dp")
+    params = jax.tree.map(lambda w: shaped(w.shape, mesh, "dp"), params)
+    made = compiled(f, params, x)
+    audit.assert_one_reduction(made, axis_name="dp")
+    totals = {}
+    for row in audit.collectives(made):
+        totals[row.kind] = totals.get(row.kind, 0) + row.bytes
+    # The gradient tree counts the same gathered and scattered.
+    assert totals == {"all-gather": TREE, "reduce-scatter": TREE, "all-reduce": 4}
+
+
+@pytest.mark.parametrize("spec", [(), ("dp",), (None, "dp")], ids=["replicated", "rows", "columns"])
+def test_one_plain_jit_microbatch_passes_however_xla_shards_it(spec):
+    mesh = mesh_of(dp=8)
+    params, x = arguments(mesh, "dp")
+    params = [(shaped((D, D), mesh, *spec), shaped((D,), mesh)) for _ in params]
+    audit.assert_one_reduction(compiled(jax.value_and_grad(loss), params, x), axis_name="dp")
+
+
+def scatter_then_sum(params, x):
+    grads = jax.tree.map(lambda g: jax.lax.psum_scatter(g, "dp", tiled=True), GRAD(params, x))
+    return jax.lax.psum(grads, "r")
+
+
+def test_hsdp_is_one_mean_over_two_axes():
+    made = program(scatter_then_sum, mesh_of(r=2, dp=4), ("r", "dp"), out=P("dp"))
+    audit.assert_one_reduction(made, axis_name=("r", "dp"))
+    rows = audit.collectives(made)
+    assert sum(row.bytes for row in rows if row.axes == ("dp",)) == TREE
+    assert sum(row.bytes for row in rows if row.axes == ("r",)) == TREE // 4
+
+
+def test_a_leaf_that_misses_one_data_axis_is_caught():
+    def step(params, x):
+        first, second = GRAD(params, x)
+        return jax.lax.psum(first, ("r", "dp")), jax.lax.psum(second, "dp")
+
+    made = program(step, mesh_of(r=2, dp=4), ("r", "dp"))
+    with pytest.raises(AssertionError, match=r"over dp .* is not reduced over all of r=2: 1 red"):
+        audit.assert_one_reduction(made, axis_name=("r", "dp"))
+    audit.assert_one_reduction(made, axis_name="dp")
+
+
+HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
+ACROSS = [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+@pytest.mark.parametrize(
+    ("stages", "reason"),
+    [
+        ([HALVES], r"is not reduced over all of dp=8: 1 reduction\(s\) of it, .* of 4 devices"),
+        ([HALVES, HALVES], r"the same bytes are reduced twice over dp"),
+        ([HALVES, ACROSS], None),
+    ],
+    ids=["halves", "halves twice", "halves, then across"],
+)
+def test_reductions_within_parts_of_an_axis(stages, reason):
+    def step(params, x):
+        grads = GRAD(params, x)
+        for groups in stages:
+            grads = jax.lax.psum(grads, "dp", axis_index_groups=groups)
+        return grads
+
+    made = program(step, mesh_of(dp=8), out=P("dp"))
+    assert {row.axes for row in audit.collectives(made)} == {("dp",)}
+    if reason is None:
+        audit.assert_one_reduction(made, axis_name="dp")
+    else:
+        with pytest.raises(AssertionError, match=reason):
+            audit.assert_one_reduction(made, axis_name="dp")
+
+
+def test_two_steps_in_one_call_are_two_reductions():
+    def step(params, x):
+        for rows in x[:2]:
+            grads = jax.lax.pmean(GRAD(params, rows), "dp")
+            params = jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
+        return params
+
+    made = program(step, mesh_of(dp=8), None, "dp")
+    with pytest.raises(AssertionError, match=r"two reductions over dp are added to each other"):
+        audit.assert_one_reduction(made, axis_name="dp")
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "by value"])
+def test_the_decorator_passes(fused):
+    mesh = mesh_of(dp=8)
+    step = gradaccum.accumulate(
+        programs.loss, microbatches=4, axis_name="dp", mesh=mesh, fused=fused
+    )
+    audit.assert_one_reduction(
+        compiled(jax.value_and_grad(step), *arguments(mesh, "dp")), axis_name="dp"
+    )
+
+
+def test_a_data_axis_of_one_device_needs_no_reduction():
+    mesh = jax.make_mesh((1, 8), ("dp", "mp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    made = program(lambda p, x: jax.lax.psum(GRAD(p, x), "dp"), mesh)
+    assert len(audit.collectives(made)) == 0
+    audit.assert_one_reduction(made, axis_name="dp")
+    with pytest.raises(AssertionError, match=r"no gradient is reduced over mp=8: the program has"):
+        audit.assert_one_reduction(made, axis_name=("dp", "mp"))

@@ -249,7 +249,7 @@ def test_the_command(text, workdir, tmp_path):
     assert "mesh: dp=8, cpu" in result.stdout
     assert "batch: 16 = 8 devices * 2 microbatches * 1 sequences of 16 bytes" in result.stdout
     assert re.search(r"all-reduce.*dp.*f32", result.stdout)
-    assert "one cross-device mean of the gradients: checked" in result.stdout
+    assert "one cross-device mean: checked" in result.stdout
     assert re.search(
         r"final loss: \d\.\d{3} nats a byte, the mean of the last 5 of 5", result.stdout
     )

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,16 +109,6 @@ def _differentiated(
             _checks.check_differentiable(f"args[{i}]{jax.tree_util.keystr(path)}", x)
     del fun
     return tuple(owner in nums for owner in form.owners())
-
-
-@overload
-def accumulate(
-    fun: None = None, *, microbatches: int, **options: Any
-) -> Callable[[Callable[..., Any]], Accumulated]: ...
-
-
-@overload
-def accumulate(fun: Callable[..., Any], *, microbatches: int, **options: Any) -> Accumulated: ...
 
 
 def accumulate(

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import chex
 import jax
 import jax.numpy as jnp
+from jax.extend import core as jex_core
 from optax.microbatching import AccumulationType
 
 from gradaccum._mesh import Unset
@@ -161,17 +162,18 @@ def split_output(output: Any, has_aux: bool) -> tuple[Any, Any]:
             f"{API}: the loss function returned {_kind(output)}; give has_aux=True if it is "
             "(loss, aux), or return the loss alone."
         )
-    try:
-        shape, dtype = jnp.shape(output), jnp.result_type(output)
-    except (TypeError, ValueError):
-        shape, dtype = None, None
-    if shape != () or not jnp.issubdtype(dtype, jnp.floating):
+    shape, dtype = _shape_and_dtype(output)
+    if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.floating):
         got = _kind(output) if shape is None else f"one of shape {shape} and dtype {dtype}"
         raise TypeError(
             f"{API}: the loss of a microbatch must be a real scalar, got {got}. Take its mean (or "
             "its sum, with loss_reduction='sum') over the microbatch."
         )
     return output, aux
+
+
+def _shape_and_dtype(x: Any) -> tuple[Any, Any]:
+    return (jnp.shape(x), jnp.result_type(x)) if jex_core.valid_jaxtype(x) else (None, None)
 
 
 def _kind(output: Any) -> str:
@@ -183,8 +185,8 @@ def _kind(output: Any) -> str:
 
 def check_weight(weight: Any) -> None:
     """Raises TypeError if `weight_fn` did not return a real scalar."""
-    shape, dtype = jnp.shape(weight), jnp.result_type(weight)
-    if shape != () or jnp.issubdtype(dtype, jnp.complexfloating):
+    shape, dtype = _shape_and_dtype(weight)
+    if dtype is None or shape != () or jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
             f"{API}: weight_fn must return one real scalar >= 0 a microbatch, got shape {shape} "
             f"and dtype {dtype}. Sum it, e.g. mask.sum()."

@@ -186,6 +186,8 @@ def trip_count(
     left, right, direction = settled(test.left), settled(test.right), test.direction
     if isinstance(left, int) and isinstance(right, Symbol):
         left, right, direction = right, left, _MIRROR.get(direction, "")
+    if isinstance(left, int) and isinstance(right, int):
+        return _count(left, 0, right, direction)
     if not isinstance(left, Symbol) or not isinstance(right, int):
         return None
     following: Value = next_carry

@@ -34,8 +34,8 @@ def _compiled(api: str, fn: Any, args: Sequence[Any]) -> jax.stages.Compiled:
     if not hasattr(fn, "lower"):
         if not callable(fn):
             raise TypeError(
-                f"{api}: got a {type(fn).__name__}. Required: a function, a jax.stages.Lowered or "
-                "Compiled, or HLO text."
+                f"{api}: got an object of type {type(fn).__name__}. Required: a function, a "
+                "jax.stages.Lowered or Compiled, or HLO text."
             )
         fn = jax.jit(fn)
     compiled: jax.stages.Compiled = fn.lower(*args).compile()

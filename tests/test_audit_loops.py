@@ -128,3 +128,12 @@ def test_what_the_text_does_not_tell_is_unknown(changes):
     text = LOOP.format(**{**DEFAULTS, **changes})
     with pytest.raises(AssertionError, match=r"runs an unknown number of times a call \(\?\)"):
         audit.assert_one_reduction(text, axis_name="dp", mesh=mesh_of(dp=8))
+
+
+def test_a_loop_that_never_runs_reduces_nothing():
+    text = LOOP.format(**{**DEFAULTS, "bound": 0})
+    assert audit.collectives(text)[0].executions == 0
+    with pytest.raises(AssertionError, match=r"no gradient is reduced over dp=8: of 1 operations"):
+        audit.assert_one_reduction(text, axis_name="dp", mesh=mesh_of(dp=8))
+    text = LOOP.format(**{**DEFAULTS, "bound": 1})
+    audit.assert_one_reduction(text, axis_name="dp", mesh=mesh_of(dp=8))

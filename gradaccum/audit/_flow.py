@@ -87,8 +87,8 @@ class Flow:
             return self._collective(kind, instruction, operands, at, home)
         if kind in ("fusion", "call", "async"):
             inner = at.inside(instruction.name, fusion=opcode == "fusion")
-            for callee in self._called(instruction, "calls", "to_apply", "called_computations"):
-                return self._run(callee, operands, inner)
+            if callees := self._called(instruction, "calls", "to_apply", "called_computations"):
+                return self._run(callees[0], operands, inner)
         if opcode == "while":
             return self._loop(instruction, operands[0], at)
         if opcode == "conditional":
@@ -184,14 +184,19 @@ class Flow:
             if opcode in ("add", "subtract") and shape.size > 1:
                 return self._add(operands, result)
             return result
-        if opcode == "reduce" and self._is_sum(instruction):
+        if opcode == "reduce" and self._adds(instruction):
             return self._sum(operands, shape.size, identity)
         if opcode in ("dot", "convolution"):  # the TPU compiler writes dots as convolutions
             self._contract(instruction, operands)
         return _facts.fresh(shape, identity)
 
-    def _is_sum(self, instruction: Instruction) -> bool:
-        return any(c.root.opcode == "add" for c in self._called(instruction, "to_apply"))
+    def _adds(self, instruction: Instruction) -> bool:
+        """Whether a reduction's computation adds, and is not a maximum or a logical one."""
+        return any(
+            inner.opcode == "add"
+            for computation in self._called(instruction, "to_apply")
+            for inner in computation.instructions
+        )
 
     def _add(self, operands: list[Fact], result: Fact) -> Fact:
         """Note results of two reductions that meet, and pieces of one gather that do."""
@@ -253,7 +258,10 @@ class Flow:
         if all(len(set(group)) <= 1 for group in groups):
             return given[0] if len(given) == 1 else tuple(given)
         key = self._key(kind, instruction, at)
-        site = _sites.at(key, kind, instruction, groups, given, arrays, at.loops, at.conditional)
+        adds = kind == "send" or self._adds(instruction)
+        site = _sites.at(
+            key, kind, instruction, groups, given, arrays, at.loops, at.conditional, adds
+        )
         if key == (*at.path, instruction.name):
             self.sites[key] = site
             for i, fact in enumerate(site.operands):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from gradaccum.audit._facts import Label, Path
 from gradaccum.audit._flow import Flow
@@ -43,7 +43,7 @@ class Check:
             (key, i)
             for key, site in self.sites.items()
             for i, array in enumerate(site.arrays)
-            if array.size > 1 and site.sums(i)
+            if array.size > 1 and site.sums(i) and self.rows[key].executions != 0
         ]
         # A hand-made reduce-scatter, as a quantised hook does: exchange, then sum.
         summed = [key for key in self.flow.local_sums if key in self.sites]
@@ -77,14 +77,11 @@ class Check:
         for axis in self.axes:
             if any(axis in self.rows[key].axes for key, _ in labels):
                 continue
-            over = [key for key, row in self.rows.items() if axis in row.axes]
-            scalars = sum(self.rows[key].bytes for key in over if self.sites[key].reduces)
+            count = sum(axis in row.axes for row in self.rows.values())
             yield (
-                f"no gradient is reduced over {axis}={self.mesh[axis]}: of {len(over)} operations "
-                f"over it, those that reduce have {scalars:,} bytes, all of scalars"
-                if over
-                else f"no gradient is reduced over {axis}={self.mesh[axis]}: the program has no "
-                "operation over it"
+                f"no gradient is reduced over {axis}={self.mesh[axis]}: of {count} operations over "
+                f"it, none sums an array of more than one element (beside "
+                f"{self._scalar_bytes(axis):,} bytes of scalars)"
             )
 
     def _repeated_by_control(self) -> Iterator[str]:
@@ -122,9 +119,13 @@ class Check:
                     f"{self.name(one)} and result {j} of {self.name(other)}; required: one "
                     "reduction of the sum"
                 )
-        for (one, i), (other, j) in itertools.combinations(self.reductions(), 2):
-            same = self.sites[one].operands[i].origin & self.sites[other].operands[j].origin
-            if same and (axes := self.shared(one, other)):
+        same: dict[Hashable, list[Label]] = {}
+        for key, i in self.reductions():
+            for origin in self.sites[key].operands[i].origin:
+                same.setdefault(origin, []).append((key, i))
+        pairs = (pair for labels in same.values() for pair in itertools.combinations(labels, 2))
+        for (one, i), (other, j) in dict.fromkeys(pairs):
+            if axes := self.shared(one, other):
                 yield (
                     f"the same bytes are reduced twice over {axes}: operand {i} of "
                     f"{self.name(one)} is operand {j} of {self.name(other)}, up to scaling"
@@ -171,15 +172,18 @@ class Check:
                     f"{size:,} bytes"
                 )
 
+    def _scalar_bytes(self, axis: str) -> int:
+        return sum(
+            array.bytes
+            for key, site in self.sites.items()
+            if site.reduces and axis in self.rows[key].axes
+            for array in site.arrays
+            if array.size <= 1
+        )
+
     def _scalars(self) -> Iterator[str]:
         for axis in self.axes:
-            total = sum(
-                array.bytes
-                for key, site in self.sites.items()
-                if site.reduces and axis in self.rows[key].axes
-                for array in site.arrays
-                if array.size <= 1
-            )
+            total = self._scalar_bytes(axis)
             if total > SCALAR_BYTES:
                 yield (
                     f"{total:,} bytes of scalars are reduced over {axis}; required: at most "

@@ -38,6 +38,7 @@ class Site:
         to end for an all-reduce stand for themselves.
       loops: trip counts of the enclosing loops, outermost first; None is unknown.
       conditional: whether it stands in a branch of a conditional.
+      adds: whether what it reduces, it adds; a maximum or a logical reduction does not.
     """
 
     key: Path
@@ -48,6 +49,7 @@ class Site:
     arrays: tuple[Array, ...]
     loops: tuple[int | None, ...]
     conditional: bool
+    adds: bool
 
     @property
     def group_size(self) -> int:
@@ -66,7 +68,7 @@ class Site:
 
     def sums(self, operand: int) -> bool:
         """Whether it sums this operand; zeros but for one device's part are gathered instead."""
-        return self.reduces and not self.operands[operand].placed
+        return self.reduces and self.adds and not self.operands[operand].placed
 
     @property
     def gathers(self) -> bool:
@@ -93,6 +95,7 @@ def at(
     arrays: Sequence[Array],
     loops: tuple[int | None, ...],
     conditional: bool,
+    adds: bool,
 ) -> Site:
     """Make a site of the text's operands, taking apart those laid end to end."""
     operands: list[Fact] = []
@@ -101,7 +104,9 @@ def at(
         pieces = fact.pieces if width > 1 else (fact,)
         operands += pieces
         parts += [Array(array.dtype, (p.size,)) for p in pieces] if width > 1 else [array]
-    return Site(key, kind, instruction, groups, tuple(operands), tuple(parts), loops, conditional)
+    return Site(
+        key, kind, instruction, groups, tuple(operands), tuple(parts), loops, conditional, adds
+    )
 
 
 def rendezvous(instruction: Instruction) -> str:

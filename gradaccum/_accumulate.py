@@ -158,7 +158,8 @@ def accumulate(
       axis_name: the data axis or axes of the mesh; unset, the mesh's only axis. `None`: no
         collective at all, the caller's batch is split as it is.
       mesh: the mesh, Auto or Explicit; default, the one of `jax.set_mesh`. Inside an outer
-        `shard_map` over the data axes the batch is local already. One device needs none.
+        `shard_map` over the data axes the batch is local already. One device needs none. Arrays
+        placed on Explicit axes want `jax.set_mesh` for eager calls, as everywhere in JAX.
       batch_argnums: positions of the arguments to split along axis 0; each of their leaves is
         `[B, ...]` with B divisible by `k * n`, or of rank 0 and then broadcast.
       batch_argnames: the same, by keyword.

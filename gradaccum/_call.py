@@ -174,7 +174,6 @@ def _local(call: Call, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
         total,
         own,
         aux_types=types,
-        weighted=weighted,
         loss_reduction=options.loss_reduction,
         count=k * where.size,
     )
@@ -200,7 +199,7 @@ def _cast_aux(x: Any, dtype: Any) -> Any:
 def _run(call: Call, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
     """Returns loss, aux and each array leaf's gradient (None where not wanted)."""
     _check(call, arrays)
-    where, found = call.where, []
+    where, found = _usable(call.where, arrays), []
     local = functools.partial(_local, call, found)
     if where.axis_names and not where.manual:
         data, shared = PartitionSpec(where.axis_names), PartitionSpec()
@@ -221,6 +220,19 @@ def _run(call: Call, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
     wanted = [i for i, g in enumerate(grads) if g is not None]
     _checks.contract_gradients([grads[i] for i in wanted], [arrays[i] for i in wanted])
     return out["shared"]["loss"], jax.tree.unflatten(found[0], aux), grads
+
+
+def _usable(where: DataMesh, arrays: Sequence[Any]) -> DataMesh:
+    """Takes Explicit axes of a mesh given by argument as Auto, if no array's type has them.
+
+    So host arrays may be given with `mesh=` alone; results typed on a mesh that is in no context
+    could not be used.
+    """
+    typed = any(not jax.typeof(x).sharding.mesh.empty for x in arrays)
+    if typed or not where.explicit_axes or not isinstance(where.mesh, Mesh):
+        return where
+    mesh = Mesh(where.mesh.devices, where.mesh.axis_names)
+    return dataclasses.replace(where, mesh=mesh, explicit_axes=())
 
 
 def _with_auto_axes(local: Any, where: DataMesh, call: Call, arrays: Sequence[Any]) -> Any:

@@ -264,10 +264,10 @@ def contract_microbatches(leaves: Sequence[Any], k: int, size: int) -> None:
         chex.assert_axis_dimension(x, 1, size // k)
 
 
-def contract_scalars(loss: Any, weight: Any) -> None:
-    """Loss and weight of a microbatch are scalars of one real dtype, float32 at least."""
-    chex.assert_rank([loss, weight], 0)
-    chex.assert_type([loss, weight], jnp.promote_types(loss.dtype, jnp.float32))
+def contract_scalar(x: Any, dtype: Any) -> None:
+    """The loss of a microbatch, and its weight, is a scalar of this dtype (float32 at least)."""
+    chex.assert_rank(x, 0)
+    chex.assert_type(x, dtype)
 
 
 def contract_accumulators(accumulators: Sequence[Any], leaves: Sequence[Any], dtypes: Any) -> None:

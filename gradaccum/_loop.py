@@ -124,10 +124,12 @@ def _contribution(
     loop: Loop, targets: Sequence[Any], weight: jax.Array, arrays: Sequence[Any]
 ) -> tuple[Sums, Rows]:
     """Returns what one microbatch adds to the sums, and its own rows."""
+    _checks.contract_scalar(weight, loop.scalar_dtype)
     loss, aux, grads = _evaluate(loop, targets, weight, arrays)
     loss = loss.astype(loop.scalar_dtype)
-    _checks.contract_scalars(loss, weight)
-    sums = Sums(loss * weight, weight, [None] * len(aux), [None] * len(arrays))
+    _checks.contract_scalar(loss, loop.scalar_dtype)
+    counted = None if loop.weigh is None else weight
+    sums = Sums(loss * weight, counted, [None] * len(aux), [None] * len(arrays))
     rows = Rows([None] * len(aux), [None] * len(arrays))
     for i, (kind, x) in enumerate(zip(loop.aux_types, aux, strict=True)):
         if kind is AccumulationType.CONCAT:

@@ -22,7 +22,7 @@ class Sums(NamedTuple):
     """
 
     loss: jax.Array  # []: sum of w * loss
-    weight: jax.Array  # []: sum of w
+    weight: jax.Array | None  # []: sum of w, where there are weights
     aux: list[Any]  # per aux leaf: the sum of w * aux (MEAN) or of aux (SUM)
     grads: list[Any]  # per array leaf, broadcast ones: the sum of scale * w * gradient
 
@@ -97,9 +97,9 @@ def all_reduce_sum(
             grads=jax.tree.map(lambda g: g.astype(narrow(g.dtype, reduce_dtype)), sums.grads)
         )
         total: Sums = psum(wire, where.axis_names)
+        _checks.contract_reduced(total, wire)
         grads = jax.tree.map(lambda t, g: t.astype(g.dtype), total.grads, sums.grads)
         total = total._replace(grads=grads)
-    _checks.contract_reduced(total, sums)
     return total
 
 
@@ -108,7 +108,6 @@ def normalise(
     rows: Rows,
     *,
     aux_types: Sequence[AccumulationType],
-    weighted: bool,
     loss_reduction: str,
     count: int,
 ) -> tuple[Sums, Rows]:
@@ -121,7 +120,6 @@ def normalise(
       total: the sums, over all devices.
       rows: this device's rows.
       aux_types: how each aux leaf is accumulated.
-      weighted: whether there is a weight function.
       loss_reduction: "mean" or "sum".
       count: k * n. Without weights the gradients have been divided by it already.
 
@@ -129,13 +127,13 @@ def normalise(
       The same structures: loss, MEAN aux and gradients as means, rows `[k * b, ...]`.
     """
     mean_factor = jnp.asarray(1 / count, total.loss.dtype)
-    if weighted:
+    if total.weight is not None:
         empty = total.weight == 0
         mean_factor = jnp.where(empty, 0, 1 / jnp.where(empty, 1, total.weight))
     loss = total.loss if loss_reduction == "sum" else total.loss * mean_factor
 
     def scale(g: jax.Array) -> jax.Array:
-        return g * mean_factor.astype(g.dtype) if weighted else g
+        return g if total.weight is None else g * mean_factor.astype(g.dtype)
 
     aux = [
         x if x is None or kind is AccumulationType.SUM else x * mean_factor.astype(x.dtype)

@@ -234,3 +234,14 @@ def test_data_axes_that_are_half_manual_are_refused():
     )
     with pytest.raises(ValueError, match=r"of the data axes r, d, only d is manual"):
         jax.jit(outer)(params, batch)
+
+
+def test_a_default_mesh_by_argument_takes_host_arrays():
+    """`jax.make_mesh` makes Explicit axes; outside `jax.set_mesh` they are taken as Auto."""
+    params, batch, want = case()
+    mesh = jax.make_mesh((8,), ("dp",))
+    f = gradaccum.accumulate(loss_fn, microbatches=2, mesh=mesh)
+    assert_close(jax.value_and_grad(f)(params, batch), want)
+    assert_close(jax.jit(jax.value_and_grad(f))(params, batch), want)
+    placed = jax.device_put(params, NamedSharding(mesh, P()))
+    assert_close(jax.jit(jax.value_and_grad(f))(placed, batch), want)

@@ -1,0 +1,73 @@
+"""Every public name is documented with its Cost, and every example in the documentation runs."""
+
+import doctest
+import importlib
+import inspect
+import pathlib
+import pkgutil
+import re
+
+import pytest
+
+import gradaccum
+
+ROOT = pathlib.Path(__file__).parent.parent
+MODULES = ["gradaccum"] + [
+    m.name for m in pkgutil.walk_packages(gradaccum.__path__, prefix="gradaccum.")
+]
+
+
+def public_names():
+    modules = [m for m in MODULES if not any(part.startswith("_") for part in m.split("."))]
+    for module in map(importlib.import_module, modules):
+        for name, value in vars(module).items():
+            if not name.startswith("_") and (inspect.isroutine(value) or inspect.isclass(value)):
+                yield pytest.param(value, id=f"{module.__name__}.{name}")
+
+
+@pytest.mark.parametrize("value", list(public_names()))
+def test_public_names_are_documented(value):
+    text = inspect.getdoc(value)
+    assert text
+    assert re.match(r"[A-Z].*[.]$", text.split("\n")[0]), text.split("\n")[0]
+    if inspect.isroutine(value):
+        for section in ("Args:", "Raises:", "Cost:", "Example:"):
+            assert section in text, f"{value.__name__} has no section {section}"
+        for name in inspect.signature(value).parameters:
+            assert re.search(rf"\b{name}\b", text), f"{value.__name__} does not say what {name} is"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name):
+    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert result.failed == 0
+
+
+def readme_blocks():
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    return [pytest.param(b, id=b.strip().split("\n")[0][:40]) for b in blocks]
+
+
+@pytest.mark.parametrize("block", readme_blocks())
+def test_readme_blocks_run(block):
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_the_readme_fits():
+    assert (ROOT / "README.md").read_text().count("\n") <= 150
+
+
+def test_importing_has_no_side_effect():
+    import subprocess
+    import sys
+
+    code = (
+        "import os, jax; before = dict(os.environ), dict(jax.config.values)\n"
+        "import gradaccum, gradaccum.audit\n"
+        "assert (dict(os.environ), dict(jax.config.values)) == before\n"
+        "import absl.flags; assert 'mesh' not in absl.flags.FLAGS\n"
+        "jax.config.update('jax_num_cpu_devices', 3)  # raises after a device query\n"
+        "jax.config.update('jax_platforms', 'cpu'); assert jax.device_count() == 3\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)

@@ -96,6 +96,40 @@ def test_one_row_a_device_is_not_mistaken_for_the_same_bytes():
     audit.assert_one_reduction(program(by_leaf, mesh_of(dp=8), rows=8), axis_name="dp")
 
 
+def test_what_a_loop_accumulates_is_one_thing_afterwards():
+    def step(params, x, again):
+        def body(acc, rows):
+            return jax.tree.map(jnp.add, acc, GRAD(params, rows)), None
+
+        grads = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), x)[0]
+        extra = jax.lax.psum(2 * grads[0][0], "dp") if again else ()
+        return jax.lax.psum(grads, "dp"), extra
+
+    mesh = mesh_of(dp=8)
+    once, twice = (
+        program(lambda p, x, again=again: step(p, x, again), mesh, None, "dp")
+        for again in (False, True)
+    )
+    audit.assert_one_reduction(once, axis_name="dp")
+    with pytest.raises(AssertionError, match=r"the same bytes are reduced twice over dp"):
+        audit.assert_one_reduction(twice, axis_name="dp")
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["true branch", "false branch"])
+def test_a_reduction_in_a_branch_and_another_after_it_are_two(first):
+    def reduced(grads):
+        return jax.lax.psum(grads, "dp")
+
+    def step(params, x):
+        branches = (reduced, lambda g: g) if first else (lambda g: g, reduced)
+        grads = jax.lax.cond(params[0][1][0] > 0, *branches, GRAD(params, x))
+        return reduced(grads)
+
+    made = program(step, mesh_of(dp=8))
+    with pytest.raises(AssertionError, match=r"the same bytes are reduced twice over dp"):
+        audit.assert_one_reduction(made, axis_name="dp", conditional=True)
+
+
 def test_exclusive_branches_do_not_reduce_twice():
     made = program(in_either_branch, mesh_of(dp=8))
     audit.assert_one_reduction(made, axis_name="dp", conditional=True)

@@ -1,9 +1,11 @@
 """Trip counts read from a loop's condition, against the loop run by Python."""
 
+import jax
 import pytest
-from audit_fixtures.programs import mesh_of
+from audit_fixtures.programs import mesh_of, shaped
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 from gradaccum import audit
 
@@ -137,3 +139,26 @@ def test_a_loop_that_never_runs_reduces_nothing():
         audit.assert_one_reduction(text, axis_name="dp", mesh=mesh_of(dp=8))
     text = LOOP.format(**{**DEFAULTS, "bound": 1})
     audit.assert_one_reduction(text, axis_name="dp", mesh=mesh_of(dp=8))
+
+
+@pytest.mark.parametrize(("triangular", "want"), [(False, 3 * 5), (True, None)])
+def test_an_inner_loop_that_starts_at_the_outer_counter_has_no_one_count(triangular, want):
+    mesh = mesh_of(dp=8)
+
+    def step(x):
+        def outer(i, c):
+            return jax.lax.fori_loop(i if triangular else 0, 5, inner, c)
+
+        def inner(_, c):
+            return jax.lax.psum(c, "dp") * 0.5
+
+        return jax.lax.fori_loop(0, 3, outer, x)
+
+    f = jax.shard_map(step, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), check_vma=False)
+    # Before XLA compiles it, no trip count is annotated, as on TPU.
+    text = jax.jit(f).lower(shaped((8, 4), mesh, "dp")).as_text("hlo")
+    text = text.replace("HloModule jit_step,", "HloModule jit_step, num_partitions=8,", 1)
+    (row,) = audit.collectives(text, mesh=mesh)
+    assert row.executions == want
+    assert row.loops == (3, None if triangular else 5)
+    assert row.times == ("3 x ? = ?" if triangular else "3 x 5 = 15")

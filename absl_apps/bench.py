@@ -28,7 +28,6 @@ import os
 import platform
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -92,7 +91,7 @@ def silent_stderr() -> Iterator[None]:
     sys.stderr.flush()
     kept = os.dup(2)
     try:
-        with tempfile.TemporaryFile() as nowhere:
+        with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), 2)
             yield
     finally:

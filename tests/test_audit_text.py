@@ -218,3 +218,41 @@ def test_bytes_by_element_type(shape, size):
     )
     (row,) = audit.collectives(text)
     assert row.bytes == size
+
+
+SEND = """  %token = token[] after-all()
+  %send = (f32[4,8]{1,0}, u32[], token[]) send(%x, %token), channel_id=2, FRONTEND
+  %sent = token[] send-done(%send), channel_id=2
+  ROOT %out = f32[4,8]{1,0} negate(%x)"""
+
+
+@pytest.mark.parametrize(
+    ("attributes", "axes"),
+    [
+        ('is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="tf"}', []),
+        ('frontend_attributes={_xla_send_recv_source_target_pairs="{{0,2},{2,4}}"}', [("dp",)]),
+        ("frontend_attributes={_xla_send_recv_source_target_pairs={{0,1}},x={{0,2}}}", [("mp",)]),
+    ],
+    ids=["to the host", "quoted pairs", "pairs"],
+)
+def test_sends_to_the_host_are_no_collectives_and_those_to_devices_are(attributes, axes):
+    text = module(SEND.replace("FRONTEND", attributes))
+    report = audit.collectives(text, mesh=AbstractMesh((4, 2), ("dp", "mp")))
+    assert [(row.kind, row.axes, row.bytes) for row in report] == [("send", a, 128) for a in axes]
+
+
+def test_a_transfer_between_slices_that_cannot_be_read_is_an_error():
+    attributes = 'frontend_attributes={_xla_megascale_target="somewhere"}'
+    with pytest.raises(ValueError, match=r"cannot read between which TPU slices send sends: .*so"):
+        audit.collectives(module(SEND.replace("FRONTEND", attributes)))
+
+
+def test_a_ragged_exchange_counts_its_data_and_not_its_offsets():
+    offsets = ", ".join(["%o"] * 4)
+    text = module(
+        '  %o = s32[8]{0} custom-call(%x), custom_call_target="offsets"\n'
+        f"  ROOT %r = f32[4,8]{{1,0}} ragged-all-to-all(%x, %x, {offsets}), channel_id=1, "
+        "replica_groups={{0,1,2,3,4,5,6,7}}"
+    )
+    (row,) = audit.collectives(text, mesh=mesh_of(dp=8))
+    assert (row.kind, row.axes, row.bytes) == ("ragged-all-to-all", ("dp",), 128)

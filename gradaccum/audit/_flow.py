@@ -253,7 +253,7 @@ class Flow:
         given = [next(_facts.facts(operand), Fact()) for operand in operands]
         arrays = [next(leaves(home.by_name[name].shape)) for name in instruction.operands]
         groups = _sites.device_groups(kind, instruction, self.module)
-        if kind == "send":  # the other operand is a token
+        if kind in ("send", "ragged-all-to-all"):  # beside the data: a token; offsets and sizes
             given, arrays = given[:1], arrays[:1]
         if all(len(set(group)) <= 1 for group in groups):
             return given[0] if len(given) == 1 else tuple(given)

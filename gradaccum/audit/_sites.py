@@ -24,6 +24,7 @@ _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _TRANSFER = re.compile(r'_xla_megascale_transfer_type="?(\w+)')
 _SLICES = re.compile(r'_xla_megascale_target="\{([\d,]*)\}x')
 _DEVICES = re.compile(r"_xla_megascale_target=\"?\{(\{.*?\})\}(?=[,}\"]|$)")
+_PAIRS = re.compile(r"source_target_pairs=\"?(\{\{.*?\}\})")
 _SLICE_STRIDE = 100_000  # device d of slice s, from 0, is written (s + 1) * 100000 + d
 
 
@@ -65,6 +66,11 @@ class Site:
     def reduces(self) -> bool:
         """Whether it sums between devices."""
         return self.kind in REDUCTIONS or self.transfer in ("ALL_REDUCE", "REDUCE_SCATTER")
+
+    @property
+    def scatters(self) -> bool:
+        """Whether every device gets a part of what is reduced."""
+        return self.kind == "reduce-scatter" or self.transfer == "REDUCE_SCATTER"
 
     def sums(self, operand: int) -> bool:
         """Whether it sums this operand; zeros but for one device's part are gathered instead."""
@@ -132,10 +138,13 @@ def slice_groups(instruction: Instruction, module: Module) -> Groups:
         between = [int(i) - 1 for i in match[1].split(",") if i]
         return tuple(tuple(s * local + i for s in between) for i in range(local))
     match = _DEVICES.search(text)
-    listed = parse_groups("{" + match[1].replace("->", ",") + "}") if match else ()
+    if match is None:
+        raise ValueError(
+            f"audit: cannot read between which TPU slices {instruction.name} sends: {text[:200]!r}"
+        )
     return tuple(
         tuple((i // _SLICE_STRIDE - 1) * local + i % _SLICE_STRIDE for i in group)
-        for group in listed
+        for group in parse_groups("{" + match[1].replace("->", ",") + "}")
     )
 
 
@@ -164,12 +173,10 @@ def device_groups(kind: str, instruction: Instruction, module: Module) -> Groups
     if is_between_slices(instruction):
         return slice_groups(instruction, module)
     attributes = instruction.attributes
-    pairs = attributes.get("source_target_pairs") or (
-        attributes.get("frontend_attributes", "").partition("source_target_pairs=")[2]
-        if kind == "send"
-        else ""
-    )
-    listed = parse_groups(pairs or attributes.get("replica_groups", "{}"))
+    pairs = _PAIRS.search(instruction.rest)
+    if kind == "send" and pairs is None:
+        return ()  # to the host (a callback), not to a device
+    listed = parse_groups(pairs[1] if pairs else attributes.get("replica_groups", "{}"))
     if attributes.get("use_global_device_ids") == "true":
         return listed or (tuple(range(module.num_devices)),)
     if "channel_id" in attributes and kind not in {*REDUCTIONS, "all-gather"}:
@@ -188,7 +195,7 @@ def result_sizes(site: Site) -> list[int]:
     sizes = [array.size for array in site.arrays]
     if site.gathers:
         return [size * site.group_size for size in sizes]
-    if "REDUCE_SCATTER" in (site.transfer, site.kind.upper().replace("-", "_")):
+    if site.scatters:
         return [size // site.group_size for size in sizes]
     if len(sizes) == 1 and site.kind != "send":
         return [next(leaves(site.instruction.shape)).size]

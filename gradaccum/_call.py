@@ -10,11 +10,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 from optax.microbatching import AccumulationType
 
 from gradaccum import _checks, _jaxpr, _loop, _reduce
-from gradaccum._mesh import UNSET, AxisName, DataMesh, Unset, is_typed, vary, varying_axes
+from gradaccum._mesh import (
+    UNSET,
+    AxisName,
+    DataMesh,
+    Unset,
+    is_typed,
+    shard_over_data,
+    vary,
+    varying_axes,
+)
 from gradaccum._microbatch import Arguments, Role, Selection, is_key, split
 
 
@@ -178,18 +187,22 @@ def _local(call: Call, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
         count=k * where.size,
     )
     aux_dtypes = [x.dtype for x in program.out_avals[1:]]
-    like = lambda g, x: None if g is None else vary(g.astype(x.dtype), varying_axes(x))  # noqa: E731
     return {
         "shared": {
             "loss": total.loss.astype(loop.loss_dtype),
             "aux": [_cast_aux(x, d) for x, d in zip(total.aux, aux_dtypes, strict=True)],
-            "grads": [like(g, x) for g, x in zip(total.grads, arrays, strict=True)],
+            "grads": [_like(g, x) for g, x in zip(total.grads, arrays, strict=True)],
         },
         "rows": {
             "aux": own.aux,
-            "grads": [like(g, x) for g, x in zip(own.grads, arrays, strict=True)],
+            "grads": [_like(g, x) for g, x in zip(own.grads, arrays, strict=True)],
         },
     }
+
+
+def _like(g: Any, x: jax.Array) -> Any:
+    """Returns the gradient in the type that a cotangent of `x` has."""
+    return None if g is None else vary(g.astype(x.dtype), varying_axes(x))
 
 
 def _cast_aux(x: Any, dtype: Any) -> Any:
@@ -199,59 +212,17 @@ def _cast_aux(x: Any, dtype: Any) -> Any:
 def _run(call: Call, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
     """Returns loss, aux and each array leaf's gradient (None where not wanted)."""
     _check(call, arrays)
-    where, found = _usable(call.where, arrays), []
-    local = functools.partial(_local, call, found)
-    if where.axis_names and not where.manual:
-        data, shared = PartitionSpec(where.axis_names), PartitionSpec()
-        local = jax.shard_map(
-            local,
-            mesh=None if where.explicit_axes else where.mesh,  # auto_axes sets its own context
-            in_specs=tuple(data if role is Role.BATCH else shared for role in call.form.roles),
-            out_specs={"shared": shared, "rows": data},
-            axis_names=set(where.axis_names),
-            check_vma=False,
-        )
-        if where.explicit_axes:
-            local = _with_auto_axes(local, where, call, arrays)
-    out = local(*arrays)
-    pick = lambda a, b: b if a is None else a  # noqa: E731
-    aux = [pick(a, b) for a, b in zip(out["shared"]["aux"], out["rows"]["aux"], strict=True)]
-    grads = [pick(a, b) for a, b in zip(out["shared"]["grads"], out["rows"]["grads"], strict=True)]
-    wanted = [i for i, g in enumerate(grads) if g is not None]
-    _checks.contract_gradients([grads[i] for i in wanted], [arrays[i] for i in wanted])
-    return out["shared"]["loss"], jax.tree.unflatten(found[0], aux), grads
-
-
-def _usable(where: DataMesh, arrays: Sequence[Any]) -> DataMesh:
-    """Takes Explicit axes of a mesh given by argument as Auto, if no array's type has them.
-
-    So host arrays may be given with `mesh=` alone; results typed on a mesh that is in no context
-    could not be used.
-    """
-    typed = any(not jax.typeof(x).sharding.mesh.empty for x in arrays)
-    if typed or not where.explicit_axes or not isinstance(where.mesh, Mesh):
-        return where
-    mesh = Mesh(where.mesh.devices, where.mesh.axis_names)
-    return dataclasses.replace(where, mesh=mesh, explicit_axes=())
-
-
-def _with_auto_axes(local: Any, where: DataMesh, call: Call, arrays: Sequence[Any]) -> Any:
-    """Makes Explicit axes Auto inside; what comes out has the sharding of what went in."""
-
-    def of(spec: PartitionSpec) -> Any:
-        return spec if where.mesh is None else NamedSharding(where.mesh, spec)
-
-    data, shared = of(PartitionSpec(where.axis_names)), of(PartitionSpec())
+    found: list[Any] = []
+    rows = [role is Role.BATCH for role in call.form.roles]
     wanted = call.differentiated or (False,) * len(arrays)
-    grads = {Role.BROADCAST: [None] * len(arrays), Role.BATCH: [None] * len(arrays)}
-    for i, (x, role) in enumerate(zip(arrays, call.form.roles, strict=True)):
-        if wanted[i]:
-            grads[role][i] = of(jax.typeof(x).sharding.spec)
-    out = {
-        "shared": {"loss": shared, "aux": shared, "grads": grads[Role.BROADCAST]},
-        "rows": {"aux": data, "grads": grads[Role.BATCH]},
-    }
-    return jax.sharding.auto_axes(local, axes=where.explicit_axes, out_sharding=out)
+    out = shard_over_data(functools.partial(_local, call, found), call.where, arrays, rows, wanted)
+    aux, grads = (
+        [b if a is None else a for a, b in zip(out["shared"][n], out["rows"][n], strict=True)]
+        for n in ("aux", "grads")
+    )
+    found_grads = [(g, x) for g, x in zip(grads, arrays, strict=True) if g is not None]
+    _checks.contract_gradients([g for g, _ in found_grads], [x for _, x in found_grads])
+    return out["shared"]["loss"], jax.tree.unflatten(found[0], aux), grads
 
 
 _run_cached = jax.jit(_run, static_argnums=0)
@@ -259,9 +230,12 @@ _run_cached = jax.jit(_run, static_argnums=0)
 
 def run(call: Call, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
     """Runs under jit: from one cache in an eager call; inside a trace that keeps nothing alive."""
+    out: tuple[Any, Any, list[Any]]
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
-        return jax.jit(functools.partial(_run, call))(list(arrays))
-    return _run_cached(call, list(arrays))
+        out = jax.jit(functools.partial(_run, call))(list(arrays))
+    else:
+        out = _run_cached(call, list(arrays))
+    return out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -289,7 +263,7 @@ def _bwd(call: Call, grads: list[Any], cotangents: Any) -> tuple[Any, ...]:
     if isinstance(loss_ct, zero):
         return (None,) * len(grads)
 
-    def scale(g: jax.Array) -> jax.Array:
+    def scale(g: jax.Array) -> Any:
         wide = jnp.promote_types(g.dtype, loss_ct.dtype)
         return (g.astype(wide) * loss_ct.astype(wide)).astype(g.dtype)
 

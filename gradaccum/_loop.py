@@ -109,7 +109,9 @@ def _evaluate(
     seed = factor if loop.seeds_exactly else jnp.ones((), loss.dtype)
     seed = vary(seed.astype(loss.dtype), varying_axes(loss))
     if any(t is not None for t in targets):
-        vjp = vjp.with_refs([jax.ad.GradValue() if t is None else t for t in targets])
+        by_value = jax.ad.GradValue()  # type: ignore[attr-defined]
+        refs = [by_value if t is None else t for t in targets]
+        vjp = vjp.with_refs(refs)  # type: ignore[attr-defined]
     (grads,) = vjp(seed)
     grads = [None if t is not None else g for t, g in zip(targets, grads, strict=True)]
     if not loop.seeds_exactly:

@@ -159,7 +159,12 @@ def flatten_call(
 ) -> tuple[Arguments, list[Any]]:
     """Splits a call into its hashable form and its array leaves."""
     names: list[Name] = [*range(len(args)), *sorted(kwargs)]
-    trees, static, roles, arrays, is_batch, named_key = [], [], [], [], [], []
+    trees: list[Any] = []
+    static: list[Static | None] = []
+    roles: list[Role] = []
+    arrays: list[Any] = []
+    is_batch: list[bool] = []
+    named_key: list[bool] = []
     for name in names:
         leaves, tree = jax.tree.flatten(args[name] if isinstance(name, int) else kwargs[name])
         trees.append(tree)
@@ -178,7 +183,9 @@ def flatten_call(
                 roles.append(Role.KEY)
             else:
                 roles.append(Role.BROADCAST)
-    form = Arguments(*map(tuple, (names, trees, static, roles, is_batch, named_key)))
+    form = Arguments(
+        tuple(names), tuple(trees), tuple(static), tuple(roles), tuple(is_batch), tuple(named_key)
+    )
     return form, arrays
 
 

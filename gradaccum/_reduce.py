@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -91,7 +91,7 @@ def all_reduce_sum(
     """
     if not where.axis_names:
         return sums
-    psum = _replicated_sum if replicated else jax.lax.psum
+    psum: Callable[..., Any] = _replicated_sum if replicated else jax.lax.psum
     with jax.named_scope("gradaccum/mean"):
         wire = sums._replace(
             grads=jax.tree.map(lambda g: g.astype(narrow(g.dtype, reduce_dtype)), sums.grads)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from gradaccum import audit
 
 
-def caught(step, reason, axis_name="dp", **options):
+def assert_caught(step, reason, axis_name="dp", **options):
     """Assert that a program fails for `reason`, with the table in the message."""
     made = program(step, mesh_of(dp=8)) if inspect.isfunction(step) else step
     with pytest.raises(AssertionError, match=reason) as info:
@@ -47,14 +47,18 @@ def naive_step(mesh, k=64, layers=16, batch=512):
 
 
 def test_the_naive_jit_step_reduces_in_both_loops():
-    message = caught(naive_step(mesh_of(dp=8)), r"over dp .* runs 64 x 16 = 1,024 times a call")
+    message = assert_caught(
+        naive_step(mesh_of(dp=8)), r"over dp .* runs 64 x 16 = 1,024 times a call"
+    )
     assert re.search(r"also: .* of f32\[\] over dp .* runs 64 times a call, in a loop", message)
     # 1,024 gradients of one layer, 64 losses, and one reshape of the batch.
     assert f"total over dp: executions {1_024 + 64 + 1:,}, bytes" in message
 
 
 def test_the_count_follows_the_loops():
-    caught(naive_step(mesh_of(dp=8), k=4, layers=3, batch=32), r"runs 4 x 3 = 12 times a call")
+    assert_caught(
+        naive_step(mesh_of(dp=8), k=4, layers=3, batch=32), r"runs 4 x 3 = 12 times a call"
+    )
 
 
 @pytest.mark.parametrize("k", [2, 64], ids="k={}".format)
@@ -103,7 +107,7 @@ def test_a_model_axis_may_communicate_in_the_loop():
     report = audit.collectives(made)
     assert [row.executions for row in report.over("mp")] == [4]
     # The same program is wrong if mp is called a data axis.
-    caught(made, r"over mp .* runs 4 times a call", axis_name=("dp", "mp"))
+    assert_caught(made, r"over mp .* runs 4 times a call", axis_name=("dp", "mp"))
 
 
 def test_a_reduction_in_a_fori_loop_is_caught():
@@ -113,7 +117,7 @@ def test_a_reduction_in_a_fori_loop_is_caught():
 
         return jax.lax.fori_loop(0, 5, body, params)
 
-    caught(step, r"runs 5 times a call, in a loop; required: once, in no loop")
+    assert_caught(step, r"runs 5 times a call, in a loop; required: once, in no loop")
 
 
 def test_an_unknown_trip_count_is_not_taken_for_one():
@@ -127,7 +131,7 @@ def test_an_unknown_trip_count_is_not_taken_for_one():
         return jax.lax.while_loop(lambda c: unfinished(c), body, params)
 
     made = program(step, mesh_of(dp=8))
-    message = caught(made, r"runs an unknown number of times a call \(\?\): in a loop")
+    message = assert_caught(made, r"runs an unknown number of times a call \(\?\): in a loop")
     assert message.endswith("total over dp: executions ?, bytes ?")
     rows = audit.collectives(made)
     assert {row.executions for row in rows} == {None}
@@ -173,7 +177,9 @@ def one_slice_twice(grads):
     ids=lambda f: f.__name__,
 )
 def test_the_same_bytes_reduced_twice_are_caught(reduce):
-    caught(lambda p, x: reduce(GRAD(p, x)), r"the same bytes are reduced twice over dp: operand")
+    assert_caught(
+        lambda p, x: reduce(GRAD(p, x)), r"the same bytes are reduced twice over dp: operand"
+    )
 
 
 def test_twice_over_one_of_two_axes_is_caught_by_its_name():
@@ -181,7 +187,7 @@ def test_twice_over_one_of_two_axes_is_caught_by_its_name():
     step = program(
         lambda p, x: jax.lax.psum(jax.lax.psum(GRAD(p, x), ("r", "dp")), "dp"), mesh, ("r", "dp")
     )
-    caught(step, r"the same bytes are reduced twice over dp: ", axis_name=("r", "dp"))
+    assert_caught(step, r"the same bytes are reduced twice over dp: ", axis_name=("r", "dp"))
 
 
 @pytest.mark.parametrize("style", ["jit", "shard_map"])
@@ -198,7 +204,7 @@ def test_microbatches_reduced_one_by_one_are_caught(style):
         made = compiled(step, *arguments(mesh, None, "dp"))
     else:
         made = program(step, mesh, None, "dp")
-    caught(made, r"two reductions over dp are added to each other: result \d+ of .* and res")
+    assert_caught(made, r"two reductions over dp are added to each other: result \d+ of .* and res")
     # The negative control: summed first, the four parts are one tree.
     summed = program(lambda p, x: jax.lax.psum(GRAD(p, x.reshape(-1, D)), "dp"), mesh, None, "dp")
     audit.assert_one_reduction(summed, axis_name="dp")
@@ -233,7 +239,7 @@ def test_an_all_gather_followed_by_a_local_sum_is_caught(total):
         return total(grads[0][0]), jax.lax.psum(grads[1], "dp")
 
     size = 4 * D * D
-    caught(
+    assert_caught(
         step,
         rf"all-gather .* over dp .* gathers {8 * size:,} bytes that every device then sums by "
         rf"itself; required: one reduction \(psum, psum_scatter\) of {size:,} bytes",
@@ -246,7 +252,7 @@ def test_a_gather_of_activations_for_one_big_product_is_caught():
         rows, cotangents = (jax.lax.all_gather(a, "dp", tiled=True) for a in (hidden, hidden - x))
         return rows.T @ cotangents, jax.lax.psum(GRAD(params, x), "dp")
 
-    caught(step, r"gathers 4,096 bytes that every device then sums by itself")
+    assert_caught(step, r"gathers 4,096 bytes that every device then sums by itself")
 
 
 def in_a_branch(i, params, x):
@@ -263,7 +269,7 @@ def test_a_reduction_in_a_branch_is_reported_and_allowed_only_on_request():
     specs = P(), P(), P("dp")
     f = jax.shard_map(in_a_branch, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
     made = compiled(f, shaped((), mesh, dtype=jnp.int32), *arguments(mesh, "dp"))
-    message = caught(made, r"over dp .* stands in a branch of a conditional; required: outs")
+    message = assert_caught(made, r"over dp .* stands in a branch of a conditional; required: outs")
     assert re.search(r"all-reduce +dp +f32 +4 +2,176 +1 +yes ", message)
     assert [row.conditional for row in audit.collectives(made)] == [True]
     audit.assert_one_reduction(made, axis_name="dp", conditional=True)
@@ -271,7 +277,9 @@ def test_a_reduction_in_a_branch_is_reported_and_allowed_only_on_request():
 
 def test_no_reduction_at_all_fails():
     step = program(lambda p, x: GRAD(p, x), mesh_of(dp=8), out=P("dp"))
-    caught(step, r"no gradient is reduced over dp=8: of 0 operations over it, none sums an array")
+    assert_caught(
+        step, r"no gradient is reduced over dp=8: of 0 operations over it, none sums an array"
+    )
 
 
 def test_the_loss_alone_is_no_gradient():
@@ -281,7 +289,7 @@ def test_the_loss_alone_is_no_gradient():
         )
 
     mesh = mesh_of(dp=8)
-    caught(
+    assert_caught(
         program(step, mesh, out=(P(), P("dp"))),
         r"no gradient is reduced over dp=8: of 1 operations over it, none sums an array of more "
         r"than one element \(beside 4 bytes of scalars\)",

@@ -192,6 +192,28 @@ def test_a_kilobyte_of_scalars_may_ride_along(form, count, passes):
         audit.assert_one_reduction(text, axis_name="dp", mesh=mesh)
 
 
+@pytest.mark.parametrize("added", [True, False], ids=["added", "apart"])
+def test_arrays_laid_end_to_end_are_followed_one_by_one(added):
+    # The GPU compiler's way to combine reductions: here of two microbatches' gradients.
+    last = "add(%c, %d)" if added else "multiply(%c, %d)"
+    text = module(
+        "  %a = f32[32]{0} bitcast(%x)\n"
+        '  %b = f32[32]{0} custom-call(%x), custom_call_target="b"\n'
+        "  %ab = f32[64]{0} concatenate(%a, %b), dimensions={0}\n"
+        f"  %ar = f32[64]{{0}} all-reduce(%ab), {REDUCE}\n"
+        "  %c = f32[32]{0} slice(%ar), slice={[0:32]}\n"
+        "  %d = f32[32]{0} slice(%ar), slice={[32:64]}\n"
+        f"  %e = f32[32]{{0}} {last}\n"
+        "  ROOT %out = f32[4,8]{1,0} bitcast(%e)"
+    )
+    assert audit.collectives(text)[0].shapes == ("f32[32]", "f32[32]")
+    if not added:
+        audit.assert_one_reduction(text, axis_name="dp", mesh=mesh_of(dp=8))
+        return
+    with pytest.raises(AssertionError, match=r"result 0 of all-reduce ar .* and result 1 of all-r"):
+        audit.assert_one_reduction(text, axis_name="dp", mesh=mesh_of(dp=8))
+
+
 def test_scalars_laid_end_to_end_are_still_scalars():
     text = module(
         '  %a = f32[1]{0} custom-call(%x), custom_call_target="a"\n'

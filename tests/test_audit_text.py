@@ -121,6 +121,10 @@ def test_both_notations_of_a_conditional(branches):
          "channel_id=1, replica_groups={{0,1},{2,3},{4,5},{6,7}}, use_global_device_ids=true",
          (2, {"p"})),
         ("replica_count=8", "replica_groups={{0,2,4,6},{1,3,5,7}}", (4, {"r"})),
+        # The mesh notation, whose value has a comma outside every bracket.
+        ("replica_count=1, num_partitions=8",
+         "channel_id=1, replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}, "
+         "use_global_device_ids=true", (2, {"p"})),
     ],
 )  # fmt: skip
 def test_replica_ids_partition_ids_and_flattened_ids(header, attributes, groups):

@@ -113,7 +113,12 @@ class Instruction:
     def attributes(self) -> Mapping[str, str]:
         """The `key=value` pairs after the operands, values as text."""
         pairs = (part.partition("=") for part in split(self.rest))
-        return {key.strip(): value.strip() for key, _, value in pairs}
+        found = {key.strip(): value.strip() for key, _, value in pairs}
+        # `replica_groups=mesh[...], device_ids=(...) {...}` is one value with a comma in it.
+        order = found.pop("device_ids", None)
+        if order is not None and "replica_groups" in found:
+            found["replica_groups"] += f", device_ids={order}"
+        return found
 
     def called(self, *keys: str) -> tuple[str, ...]:
         """Names of the computations under the first of `keys` that is present."""

@@ -1,6 +1,8 @@
 """`audit.collectives`: rows, the table, what it takes as a program, and its errors."""
 
 import dataclasses
+import doctest
+import importlib
 import re
 
 import jax
@@ -268,3 +270,10 @@ def test_public_names_are_documented():
         assert len(getattr(audit, name).__doc__) > 40
     fields = {field.name for field in dataclasses.fields(audit.Collective)}
     assert all(f"{field}:" in audit.Collective.__doc__ for field in fields)
+
+
+@pytest.mark.parametrize("module", ["_audit", "_report"])
+def test_the_examples_in_the_docstrings_run(module):
+    result = doctest.testmod(importlib.import_module(f"gradaccum.audit.{module}"))
+    assert result.attempted > 5
+    assert result.failed == 0

@@ -38,6 +38,15 @@ class Collective:
         laid end to end into one operand are listed one by one.
       group_size: devices that take part in one group.
       name: its name in the HLO text.
+
+    Example:
+      >>> from gradaccum import audit
+      >>> row = audit.Collective(
+      ...     kind="all-reduce", axes=("dp",), dtype="f32", bytes=16_384, executions=1_024,
+      ...     conditional=False, op_name="", loops=(64, 16), shapes=("f32[64,64]",),
+      ...     group_size=8, name="all-reduce.1")
+      >>> row.times
+      '64 x 16 = 1,024'
     """
 
     kind: str
@@ -64,7 +73,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """Sums over the collectives of one axis; None where a trip count is unknown."""
+    """Executions and bytes per call over one axis; None where a trip count is unknown."""
 
     executions: int | None
     bytes: int | None
@@ -79,6 +88,16 @@ class Report(Sequence[Collective]):
       program: the program's name.
       mesh: axis name -> size, major to minor; empty where no mesh is known.
       num_devices: devices that run the program.
+
+    Example:
+      >>> import jax
+      >>> from jax.sharding import NamedSharding, PartitionSpec as P
+      >>> from gradaccum import audit
+      >>> mesh = jax.sharding.Mesh(jax.devices(), ("dp",))
+      >>> rows = jax.ShapeDtypeStruct((16, 4), "float32", sharding=NamedSharding(mesh, P("dp")))
+      >>> report = audit.collectives(jax.jit(lambda x: x.sum(0)), rows)
+      >>> [row.kind for row in report.over("dp")], report.totals["dp"]
+      (['all-reduce'], Total(executions=1, bytes=16))
     """
 
     rows: tuple[Collective, ...]

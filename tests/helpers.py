@@ -70,7 +70,7 @@ def count_in_place(fun, *args):
 B, T, D, V = 64, 3, 4, 7
 
 
-def _normal(seed, *shape):
+def normal(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape)
 
 
@@ -129,7 +129,7 @@ def init(model, dtype):
     }[model]
     leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
     return jax.tree.unflatten(
-        tree, [jnp.asarray(_normal(i, *s) / 2).astype(dtype) for i, s in enumerate(leaves)]
+        tree, [jnp.asarray(normal(i, *s) / 2).astype(dtype) for i, s in enumerate(leaves)]
     )
 
 
@@ -139,8 +139,8 @@ def make_batch():
     mask = rng.integers(0, 2, (B, T))
     mask[16:32] = 0
     return {
-        "x": _normal(5, B, T, D).astype(np.float32),
-        "y": _normal(6, B, T).astype(np.float32),
+        "x": normal(5, B, T, D).astype(np.float32),
+        "y": normal(6, B, T).astype(np.float32),
         "ids": rng.integers(0, V, (B, T), dtype=np.int32),
         "targets": rng.integers(0, V, (B, T), dtype=np.int32),
         "mask": mask.astype(np.float32),

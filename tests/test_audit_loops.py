@@ -32,6 +32,14 @@ LOOP = """HloModule loop, num_partitions=8
   ROOT %compare = pred[]{{:T(1024)}} compare(%x, %y), direction={direction}
 }}
 
+%test_next (x: s32[], y: s32[]) -> pred[] {{
+  %x = s32[] parameter(0)
+  %y = s32[] parameter(1)
+  %one = s32[] constant(1)
+  %next = s32[] add(%x, %one)
+  ROOT %compare = pred[] compare(%next, %y), direction={direction}
+}}
+
 %body (p: (s32[], f32[4], s32[])) -> (s32[], f32[4], s32[]) {{
   %p = (s32[]{{:T(256)}}, f32[4]{{0}}, s32[]{{:T(256)}}) parameter(0)
   %i = s32[]{{:T(256)}} get-tuple-element(%p), index=0
@@ -108,6 +116,10 @@ def test_the_count_is_that_of_the_loop_run(start, step, bound, direction, mirror
 def test_a_comparison_in_the_condition_itself():
     assert executions(condition="compare(%i, %n), direction=LT") == 5
     assert executions(condition="compare(%i, %n), direction=LE") == 6
+
+
+def test_a_comparison_of_the_next_value():
+    assert executions(condition="fusion(%i, %n), kind=kLoop, calls=%test_next") == 4
 
 
 def test_an_annotation_wins():

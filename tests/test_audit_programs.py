@@ -76,6 +76,13 @@ def by_slices(params, x):
     return [jax.lax.psum(grads[i : i + 4], "dp") for i in range(0, D, 4)]
 
 
+def scattered_then_orthogonalised(params, x):
+    """As a sharded Muon does: what is gathered and multiplied has been reduced before."""
+    shard = jax.lax.psum_scatter(GRAD(params, x)[0][0], "dp", tiled=True)
+    whole = jax.lax.all_gather(shard, "dp", tiled=True)
+    return whole @ (whole.T @ whole), whole.reshape(8, -1).sum(0)
+
+
 def with_row_norms(params, x):
     grads = GRAD(params, x)
     norm = sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
@@ -92,7 +99,15 @@ def in_either_branch(params, x):
 
 @pytest.mark.parametrize(
     "step",
-    [zero_step, int8_mean, powersgd, by_leaf, by_slices, with_row_norms],
+    [
+        zero_step,
+        int8_mean,
+        powersgd,
+        by_leaf,
+        by_slices,
+        scattered_then_orthogonalised,
+        with_row_norms,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_one_mean_made_in_another_way_passes(step):
@@ -241,6 +256,12 @@ def test_the_decorator_passes(fused):
     audit.assert_one_reduction(
         compiled(jax.value_and_grad(step), *arguments(mesh, "dp")), axis_name="dp"
     )
+
+
+def test_no_reduction_at_all_fails():
+    made = program(GRAD, mesh_of(dp=8), out=P("dp"))
+    with pytest.raises(AssertionError, match=r"no gradient is reduced over dp=8: of 0 operations"):
+        audit.assert_one_reduction(made, axis_name="dp")
 
 
 def test_a_maximum_is_no_reduction_of_gradients():

@@ -18,7 +18,7 @@ from absl_apps import meshes, transformer
 DATA_AXIS = "dp"
 
 # Peak learning rates that suit the default sizes, by optimizer.
-LEARNING_RATES = {"adamw": 3e-3, "lion": 5e-4, "sgd": 0.3}
+LEARNING_RATES = {"adamw": 3e-3, "lion": 2e-3, "sgd": 0.3}
 
 # The order of --help; a test keeps it complete.
 GROUPS = {

@@ -141,3 +141,9 @@ def test_everyone_is_an_empty_list():
 def test_a_notation_that_is_none_is_an_error(text):
     with pytest.raises(ValueError, match=r"audit: not an iota device list: '\["):
         parse_groups(text)
+
+
+@pytest.mark.parametrize("text", ["mesh['a'=2,'b'=4]", "", "{{0,1},{2,x}}", "everyone"])
+def test_what_is_no_notation_is_an_error_rather_than_everyone(text):
+    with pytest.raises(ValueError, match=r"audit: not a notation of replica groups: "):
+        parse_groups(text)

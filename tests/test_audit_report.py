@@ -168,6 +168,14 @@ def test_a_permuted_device_order_is_the_meshs_own():
     assert {row.kind for row in report} >= {"all-reduce", "collective-permute"}
 
 
+@pytest.mark.parametrize("axes", [("r",), ("dp",), ("mp",), ("r", "mp"), ("mp", "r"), ("dp", "r")])
+def test_plain_jit_reductions_name_the_axes_of_the_sharding(axes):
+    # XLA names its own meshes here, with the devices in an order of their own.
+    mesh = mesh_of(r=2, dp=2, mp=2)
+    (row,) = audit.collectives(compiled(lambda x: x.sum(0), shaped((64, D), mesh, axes)))
+    assert (row.kind, set(row.axes), row.group_size) == ("all-reduce", set(axes), 2 ** len(axes))
+
+
 def test_of_two_meshes_the_one_with_the_wanted_axis_names_the_groups():
     flat, square = mesh_of(dp=8), mesh_of(r=2, dp=4)
 

@@ -95,12 +95,17 @@ def parse_groups(text: str) -> Groups:
 
     Returns:
       The groups, ids in the order of the text; empty for `{}` (which means: everyone).
+
+    Raises:
+      ValueError: the text is none of these.
     """
     text = text.strip()
     if match := _MESH.match(text):
         return _mesh_groups(match, text)
     if text.startswith("["):
         return tuple(tuple(int(i) for i in row) for row in _iota(text))
+    if not re.fullmatch(r"\{[\d,\s{}]*\}", text):
+        raise ValueError(f"audit: not a notation of replica groups: {text[:80]!r}")
     return tuple(
         ids
         for part in re.findall(r"\{([\d,\s]*)\}", text.strip()[1:-1])

@@ -1,0 +1,317 @@
+"""Derivatives of the decorated loss beyond the first, its other transformations, and its limits."""
+
+import functools
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gradaccum
+
+B, D, K = 16, 3, 2
+
+jit = functools.partial(jax.jit, compiler_options=helpers.COMPILE_FAST)
+
+
+def loss_fn(params, batch):
+    """A small network, a layer stack in it, not quadratic in anything."""
+    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch["x"], params["layers"])
+    losses = jnp.sum(jnp.sin(h * params["out"][None]), axis=-1)
+    return jnp.sum(batch["mask"] * losses) / jnp.sum(batch["mask"])
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+PARAMS = {"layers": draw(0, 2, D, D) / 2, "out": draw(1, D)}
+TANGENT = {"layers": draw(2, 2, D, D), "out": draw(3, D)}
+BATCH = {"x": draw(4, B, D), "mask": jnp.ones(B)}
+# Unequal counts; on the mesh two devices have no row at all.
+MASKED = BATCH | {
+    "mask": jnp.asarray([1, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1], jnp.float32)
+}
+
+
+def on(where, weighted=False, **options):
+    """Returns the decorated loss, on a mesh of eight devices or without."""
+    options |= {"fused": False} | options
+    options |= {"axis_name": None} if where == "alone" else {"mesh": helpers.data_mesh(8)}
+    if weighted:
+        options["weight_fn"] = helpers.count_tokens
+    return gradaccum.accumulate(loss_fn, microbatches=K, **options)
+
+
+def dot(a, b):
+    return sum(jnp.vdot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def reverse_over_reverse(f):
+    return lambda p, b: jax.grad(lambda p: dot(jax.grad(f)(p, b), TANGENT))(p)
+
+
+def reverse_over_method(f):
+    """Through `.value_and_grad`, which has no rule of its own in the way, where there is one."""
+    grad = getattr(f, "value_and_grad", lambda: jax.value_and_grad(f))()
+    return lambda p, b: jax.grad(lambda p: dot(grad(p, b)[1], TANGENT))(p)
+
+
+def forward_over_reverse(f):
+    return lambda p, b: jax.jvp(lambda p: jax.grad(f)(p, b), (p,), (TANGENT,))[1]
+
+
+def third(f):
+    """The gradient of a squared Hessian-vector product."""
+    product = reverse_over_reverse(f)
+    return jax.grad(lambda p, b: dot(product(p, b), product(p, b)))
+
+
+def gradient_norm(f):
+    """The gradient of a loss plus its squared gradient norm."""
+
+    def penalised(p, b):
+        loss, grads = jax.value_and_grad(f)(p, b)
+        return loss + dot(grads, grads)
+
+    return jax.value_and_grad(penalised)
+
+
+def hessian(f):
+    return lambda p, b: jax.hessian(lambda out: f(p | {"out": out}, b))(p["out"])
+
+
+def of_the_batch(f):
+    """Mixed: the parameters' gradient, differentiated with respect to the batch."""
+    return lambda p, b: jax.grad(lambda x: dot(jax.grad(f)(p, b | {"x": x}), TANGENT))(b["x"])
+
+
+def vmap_over_params(f):
+    many = lambda p: jax.tree.map(lambda x, t: jnp.stack([x, t, x - t]), p, TANGENT)  # noqa: E731
+    return lambda p, b: jax.vmap(f, in_axes=(0, None))(many(p), b)
+
+
+def vmap_of_grad_over_params(f):
+    many = lambda p: jax.tree.map(lambda x, t: jnp.stack([x, t, x - t]), p, TANGENT)  # noqa: E731
+    return lambda p, b: jax.vmap(jax.value_and_grad(f), in_axes=(0, None))(many(p), b)
+
+
+def vmap_over_batches(f):
+    def many(b):
+        return jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), b)
+
+    return lambda p, b: jax.vmap(jax.value_and_grad(f), in_axes=(None, 0))(p, many(b))
+
+
+def grad_of_vmap(f):
+    many = lambda b: jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), b)  # noqa: E731
+    return jax.grad(lambda p, b: jnp.sum(jax.vmap(f, in_axes=(None, 0))(p, many(b)) ** 2))
+
+
+def of_checkpoint(f):
+    return jax.value_and_grad(jax.checkpoint(f))
+
+
+def of_jit(f):
+    return jax.value_and_grad(jax.jit(lambda p, b: 2 * jax.jit(f)(p, b) ** 2))
+
+
+def through_a_scan(f):
+    """Three steps of gradient descent inside, and the gradient of where they end."""
+
+    def trained(p, b):
+        def step(p, _):
+            loss, grads = jax.value_and_grad(f)(p, b)
+            return jax.tree.map(lambda x, g: x - 0.1 * g, p, grads), loss
+
+        p, losses = jax.lax.scan(step, p, length=3)
+        return f(p, b) + jnp.sum(losses)
+
+    return jax.value_and_grad(trained)
+
+
+def of_a_scan_over_batches(f):
+    """The decorated loss in a scan's body, differentiated from outside."""
+
+    def total(p, b):
+        return jax.lax.scan(lambda c, s: (c + f(p, b | {"x": s * b["x"]}), None), 0.0, SCALES)[0]
+
+    return jax.value_and_grad(total)
+
+
+SCALES = jnp.array([1.0, 0.5, -2.0])
+TRANSFORMATIONS = [
+    reverse_over_reverse,
+    reverse_over_method,
+    forward_over_reverse,
+    third,
+    gradient_norm,
+    hessian,
+    of_the_batch,
+    vmap_over_params,
+    vmap_of_grad_over_params,
+    vmap_over_batches,
+    grad_of_vmap,
+    of_checkpoint,
+    of_jit,
+    through_a_scan,
+    of_a_scan_over_batches,
+]
+named = functools.partial(pytest.mark.parametrize, ids=lambda x: getattr(x, "__name__", str(x)))
+
+
+@functools.cache
+def expected(transformation, weighted):
+    return jit(transformation(loss_fn))(PARAMS, MASKED if weighted else BATCH)
+
+
+@named("transformation", TRANSFORMATIONS)
+@pytest.mark.parametrize("where", ["alone", "mesh"])
+def test_equals_that_of_the_undecorated_loss(where, transformation):
+    got = jit(transformation(on(where)))(PARAMS, BATCH)
+    helpers.assert_close(got, expected(transformation, False))
+
+
+@named("transformation", [forward_over_reverse, gradient_norm, vmap_over_params, through_a_scan])
+@pytest.mark.parametrize("where", ["alone", "mesh"])
+def test_with_weights_equals_that_of_the_undecorated_loss(where, transformation):
+    got = jit(transformation(on(where, weighted=True)))(PARAMS, MASKED)
+    helpers.assert_close(got, expected(transformation, True))
+
+
+@named("transformation", [reverse_over_reverse, of_checkpoint, of_jit])
+def test_with_overlap_equals_that_of_the_undecorated_loss(transformation):
+    got = jit(transformation(on("mesh", overlap=True)))(PARAMS, BATCH)
+    helpers.assert_close(got, expected(transformation, False))
+
+
+@named("transformation", [of_jit, of_checkpoint])
+@pytest.mark.parametrize("where", ["alone", "mesh"])
+def test_first_derivatives_of_a_fused_loss_inside_jit_and_checkpoint(where, transformation):
+    got = jit(transformation(on(where, fused=True)))(PARAMS, BATCH)
+    helpers.assert_close(got, expected(transformation, False))
+
+
+# --- Inside an outer shard_map -------------------------------------------------------------------
+
+grad_alone = jax.value_and_grad
+IN_MANUAL_REGION = [
+    grad_alone,
+    reverse_over_reverse,
+    forward_over_reverse,
+    third,
+    gradient_norm,
+    hessian,
+    of_the_batch,
+    vmap_over_params,
+    vmap_of_grad_over_params,
+    of_checkpoint,
+    through_a_scan,
+]
+
+
+@named("transformation", IN_MANUAL_REGION)
+@pytest.mark.parametrize("check_vma", [False, True], ids=["untyped", "typed"])
+def test_inside_an_outer_shard_map(check_vma, transformation):
+    """The data axis is manual already: the batch is local, all else is replicated."""
+    fun = gradaccum.accumulate(loss_fn, microbatches=K, axis_name="dp", fused=False)
+    outer = jax.shard_map(
+        transformation(fun),
+        mesh=helpers.data_mesh(8),
+        in_specs=(P(), P("dp")),
+        out_specs=P("dp") if transformation is of_the_batch else P(),
+        check_vma=check_vma,
+    )
+    helpers.assert_close(jit(outer)(PARAMS, BATCH), expected(transformation, False))
+
+
+@pytest.mark.parametrize("check_vma", [False, True], ids=["untyped", "typed"])
+def test_fused_inside_an_outer_shard_map(check_vma):
+    fun = gradaccum.accumulate(loss_fn, microbatches=K, axis_name="dp")
+    for grad in (jax.value_and_grad(fun), fun.value_and_grad()):
+        outer = jax.shard_map(
+            grad,
+            mesh=helpers.data_mesh(8),
+            in_specs=(P(), P("dp")),
+            out_specs=P(),
+            check_vma=check_vma,
+        )
+        assert helpers.count_in_place(outer, PARAMS, BATCH) == 1
+        helpers.assert_close(jit(outer)(PARAMS, BATCH), expected(grad_alone, False))
+
+
+# --- What is not computed, and what cannot be ----------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["alone", "mesh"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_undifferentiated_call_does_no_gradient_work(fused, where):
+    """Its products are those of the loss: a scan of layers with one, and no ref."""
+    fun = on(where, fused=fused)
+    count = helpers.count_primitive
+    assert count(fun, "dot_general", PARAMS, BATCH) == count(loss_fn, "dot_general", PARAMS, BATCH)
+    assert count(fun, "transpose", PARAMS, BATCH) == count(fun, "new_ref", PARAMS, BATCH) == 0
+    assert count(jax.grad(fun), "dot_general", PARAMS, BATCH) > 1
+
+
+def test_only_what_is_differentiated_is_accumulated():
+    """The gradient of the output's scale alone needs no product with the layers' transposes."""
+    fun = on("alone", fused=True)
+    of_out = lambda out: fun(PARAMS | {"out": out}, BATCH)  # noqa: E731
+    assert helpers.count_in_place(jax.grad(of_out), PARAMS["out"]) == 0
+    assert helpers.count_primitive(jax.grad(of_out), "dot_general", PARAMS["out"]) == 1
+    want = jax.grad(lambda out: loss_fn(PARAMS | {"out": out}, BATCH))(PARAMS["out"])
+    helpers.assert_close(jit(jax.grad(of_out))(PARAMS["out"]), want)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_differentiating_a_closed_over_value_raises(fused):
+    def outer(out):
+        inner = lambda layers, batch: loss_fn({"layers": layers, "out": out}, batch)  # noqa: E731
+        fun = gradaccum.accumulate(inner, microbatches=K, axis_name=None, fused=fused)
+        return fun(PARAMS["layers"], BATCH)
+
+    with pytest.raises(jax.errors.UnexpectedTracerError):
+        jax.grad(outer)(PARAMS["out"])
+
+
+def with_aux(params, batch):
+    loss = loss_fn(params, batch)
+    return loss, {"double": 2 * loss}
+
+
+@pytest.mark.parametrize(
+    "under", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"]
+)
+@pytest.mark.parametrize("where", ["alone", "mesh"])
+def test_differentiating_through_aux_raises(where, under):
+    options = {"axis_name": None} if where == "alone" else {"mesh": helpers.data_mesh(8)}
+    fun = gradaccum.accumulate(with_aux, microbatches=K, has_aux=True, **options)
+
+    def uses_aux(params):
+        loss, aux = under(fun)(params, BATCH)
+        return loss + aux["double"]
+
+    with pytest.raises(TypeError, match=r"accumulate: the auxiliary output was differentiated.*"
+                       r"part of the loss, or jax\.lax\.stop_gradient"):  # fmt: skip
+        jax.grad(uses_aux)(PARAMS)
+
+
+def test_aux_that_is_not_differentiated_is_free_to_be_used():
+    """Through jit, checkpoint, scan and stop_gradient its cotangent stays symbolic."""
+    fun = gradaccum.accumulate(with_aux, microbatches=K, has_aux=True, axis_name=None, fused=False)
+
+    def uses_aux(params):
+        loss, aux = jax.jit(jax.checkpoint(fun))(params, BATCH)
+        body = lambda c, _: (c + fun(params, BATCH)[0], fun(params, BATCH)[1])  # noqa: E731
+        more, logged = jax.lax.scan(body, 0.0, length=2)
+        return loss + more + jax.lax.stop_gradient(aux["double"]), (aux, logged)
+
+    (value, (aux, logged)), grads = jit(jax.value_and_grad(uses_aux, has_aux=True))(PARAMS)
+    loss, want = jax.value_and_grad(loss_fn)(PARAMS, BATCH)
+    helpers.assert_close(value, 5 * loss)
+    helpers.assert_close(aux["double"], 2 * loss)
+    helpers.assert_close(logged["double"], jnp.full(2, 2 * loss))
+    helpers.assert_close(grads, jax.tree.map(lambda g: 3 * g, want))

@@ -148,10 +148,13 @@ def _local(call: Call, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
     typed = where.axis_names if where.manual and is_typed(where.axis_names) else ()
     leaves = [x if is_key(x) else vary(x, typed) for x in arrays]
     replicated = where.manual and not typed and not options.fused
-    if replicated and call.differentiated is not None:
-        for i, (role, wanted) in enumerate(zip(roles, call.differentiated, strict=True)):
-            if wanted and role is Role.BROADCAST:
-                leaves[i] = _reduce.from_replicated(leaves[i], where.axis_names)
+    if replicated:
+        leaves = [
+            _reduce.from_replicated(x, where.axis_names)
+            if role is Role.BROADCAST and jnp.issubdtype(x.dtype, jnp.inexact)
+            else x
+            for role, x in zip(roles, leaves, strict=True)
+        ]
     rows = [i for i, role in enumerate(roles) if role is Role.BATCH]
     size = leaves[rows[0]].shape[0]
     for i in rows:

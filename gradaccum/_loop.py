@@ -234,7 +234,9 @@ def accumulate(loop: Loop, leaves: Sequence[Any], first_index: Any) -> tuple[Sum
             return sums, jax.tree.map(_zeros, traced.form[1])
 
         # Not `weight > 0`: a NaN weight is to be seen in the result, not skipped.
-        return taken(sums) if loop.weigh is None else jax.lax.cond(weight != 0, taken, skipped, sums)
+        return (
+            taken(sums) if loop.weigh is None else jax.lax.cond(weight != 0, taken, skipped, sums)
+        )
 
     start = jax.tree.map(_zeros, traced.form[0])
     sums, rows = _scan(loop, step, start, batch)

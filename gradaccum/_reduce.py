@@ -50,29 +50,29 @@ def narrow(dtype: Any, wanted: Any) -> Any:
     return wanted
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _replicated_sum(x: Any, axis_names: tuple[str, ...]) -> Any:
-    return jax.lax.psum(x, axis_names)
-
-
-_replicated_sum.defvjp(
-    lambda x, axis_names: (jax.lax.psum(x, axis_names), None),
-    lambda axis_names, _, ct: (ct,),
-)
-
-
+# A value that all data devices share, and one that each has its own of, inside an untyped manual
+# region: JAX does not know which is which there. The two are each other's transpose (Megatron's f
+# and g), and their rules call themselves, so that derivatives of any order are right.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def from_replicated(x: Any, axis_names: tuple[str, ...]) -> Any:
-    """Marks a value that all data devices share: the cotangents of their copies are summed.
-
-    The other half of `all_reduce_sum(..., replicated=True)`.
-    """
+    """Takes a shared value into one device's computation: its cotangents are summed."""
     del axis_names
     return x
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _replicated_sum(x: Any, axis_names: tuple[str, ...]) -> Any:
+    """Sums over devices to a shared value: its cotangent is shared too, and passed on as it is."""
+    return jax.lax.psum(x, axis_names)
+
+
 from_replicated.defvjp(
-    lambda x, axis_names: (x, None), lambda axis_names, _, ct: (jax.lax.psum(ct, axis_names),)
+    lambda x, axis_names: (from_replicated(x, axis_names), None),
+    lambda axis_names, _, ct: (_replicated_sum(ct, axis_names),),
+)
+_replicated_sum.defvjp(
+    lambda x, axis_names: (_replicated_sum(x, axis_names), None),
+    lambda axis_names, _, ct: (from_replicated(ct, axis_names),),
 )
 
 
@@ -85,9 +85,9 @@ def all_reduce_sum(
       sums: one device's sums.
       where: the data axes; with none, nothing is done.
       reduce_dtype: the dtype on the wire, or None.
-      replicated: the result's cotangent is the same on every device, and is to be passed on as it
-        is. So it is inside an untyped outer `shard_map`, where psum's own transpose would sum n
-        equal copies. It matters for second derivatives only.
+      replicated: use `_replicated_sum`, beside `from_replicated` on the way in. Inside an untyped
+        outer `shard_map` psum's own transpose would sum n equal copies of the cotangent. It
+        matters for second derivatives only.
     """
     if not where.axis_names:
         return sums

@@ -11,7 +11,8 @@ ROOT = pathlib.Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "gradaccum/__init__.py").read_text())[1]
 
 APPS = ["tqdm>=4.60"]
-TEST = APPS + [
+TEST = [
+    *APPS,
     "pytest>=8",
     "hypothesis>=6.100",
     "flax>=0.12",
@@ -22,7 +23,7 @@ TEST = APPS + [
 setup(
     name="gradaccum",
     version=VERSION,
-    description="Gradient accumulation for JAX and optax with exactly one cross-device mean per step",
+    description="Gradient accumulation for JAX and optax with exactly one cross-device mean a step",
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
@@ -41,6 +42,6 @@ setup(
         "aot-tpu": ["libtpu"],
         "aot-gpu": ["jax-cuda12-plugin", "jax-cuda12-pjrt"],
         "test": TEST,
-        "dev": TEST + ["ruff>=0.12", "mypy>=1.17"],
+        "dev": [*TEST, "ruff>=0.12", "mypy>=1.17"],
     },
 )

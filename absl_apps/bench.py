@@ -7,9 +7,10 @@ The step is that of eight residual layers of 512 in a scan, batch 512 in 64 micr
 data parallel over 8 devices: accelerators where there are any, else simulated on the CPU. In every
 round each contender takes one step, in an order that rotates. The time is the median over rounds;
 the ratio is the median of each round's own ratio to gradaccum. Loss and new parameters must agree
-before any time is printed, or the program exits with an error. Expected on 2 CPU cores, in about
-two minutes: the naive step takes at least 4 times as long as gradaccum's, the hand-written
-shard_map loop at least 1.25 times.
+before any time is printed, or the program exits with an error. Expected on 2 CPU cores with jax
+0.10.2 or newer, in about two minutes: the naive step takes at least 4 times as long as gradaccum's,
+the hand-written shard_map loop about 1.25 times. The load average is printed because on a busy
+machine single ratios mean little.
 
 At full size, compiled for a TPU v3-8 that need not be here (pip install -e '.[apps,aot-tpu]'):
 

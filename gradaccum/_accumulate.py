@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 from optax.microbatching import AccumulationType
 
 from gradaccum import _call, _checks
+from gradaccum._arguments import Arguments, Selection, flatten_call
 from gradaccum._mesh import UNSET, AxisName, Unset, check_axes, data_mesh
-from gradaccum._microbatch import Arguments, Selection, flatten_call
 
 
 class Accumulated:
@@ -31,7 +31,8 @@ class Accumulated:
         functools.update_wrapper(self, options.fun)
 
     def __repr__(self) -> str:
-        name = getattr(self._options.fun, "__qualname__", repr(self._options.fun))
+        fun = self._options.fun
+        name = getattr(fun, "__qualname__", type(fun).__name__)
         return f"<gradaccum.accumulate({name}, microbatches={self._options.microbatches})>"
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -144,9 +145,11 @@ def accumulate(
 
     The result is still a loss function of the same signature: `jax.grad`, `jax.value_and_grad`
     (any `argnums`; `has_aux`), `jax.jit`, Equinox's and Flax's own transformations use it as they
-    did. Undifferentiated it returns the loss alone, without gradient work. Parameters are
-    arguments: a value that is differentiated but closed over raises JAX's UnexpectedTracerError,
-    as with any `jax.custom_vjp`.
+    did. Undifferentiated it returns the loss alone, without gradient work. As with any
+    `jax.custom_vjp`, parameters are arguments (a value that is differentiated but closed over
+    raises JAX's UnexpectedTracerError), and forward-mode differentiation raises. What `fun` closes
+    over, or has as a default argument, every microbatch sees whole. Arguments that are no arrays,
+    Python numbers too, reach `fun` as they are; a new value of one is a new trace.
 
     Communication: one `psum` over the data axes after the loop, of gradients, loss, weight and
     aux together; none before it, and none in it unless the loss itself communicates.
@@ -161,7 +164,8 @@ def accumulate(
         `shard_map` over the data axes the batch is local already. One device needs none. Arrays
         placed on Explicit axes want `jax.set_mesh` for eager calls, as everywhere in JAX.
       batch_argnums: positions of the arguments to split along axis 0; each of their leaves is
-        `[B, ...]` with B divisible by `k * n`, or of rank 0 and then broadcast.
+        `[B, ...]` with B divisible by `k * n`, or of rank 0 and then broadcast. Of a method, self
+        is position 0.
       batch_argnames: the same, by keyword.
       has_aux: `fun` returns `(loss, aux)`.
       aux_accumulator: a pytree prefix of aux of `optax.microbatching.AccumulationType`. MEAN:
@@ -222,6 +226,7 @@ def accumulate(
     _checks.check_accumulator(aux_accumulator, has_aux)
     _checks.check_axis_name(axis_name)
     if mesh is not None:
+        _checks.check_mesh(mesh)
         check_axes(_checks.API, axis_name, mesh)
     keyed = key_argnums is not UNSET or key_argnames is not UNSET
     aux_leaves, aux_tree = jax.tree.flatten(aux_accumulator)
@@ -245,8 +250,9 @@ def accumulate(
     def decorate(fun: Callable[..., Any]) -> Accumulated:
         if not callable(fun):
             raise TypeError(f"{_checks.API}: {fun!r} is not a function of (params, batch, ...).")
-        batch = Selection.of(fun, batch_argnums, batch_argnames)
+        batch = Selection.of(_checks.API, fun, batch_argnums, batch_argnames)
         keys = Selection.of(
+            _checks.API,
             fun,
             () if key_argnums is UNSET else key_argnums,
             () if key_argnames is UNSET else key_argnames,

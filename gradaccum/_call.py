@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from optax.microbatching import AccumulationType
 
 from gradaccum import _checks, _jaxpr, _loop, _reduce
+from gradaccum._arguments import Arguments, Role, Selection, is_key
 from gradaccum._mesh import (
     UNSET,
     AxisName,
@@ -24,7 +25,7 @@ from gradaccum._mesh import (
     vary,
     varying_axes,
 )
-from gradaccum._microbatch import Arguments, Role, Selection, is_key, split
+from gradaccum._microbatch import split
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
+from jax.sharding import AbstractMesh, Mesh
 from optax.microbatching import AccumulationType
 
 from gradaccum._mesh import Unset
@@ -53,6 +54,14 @@ def check_axis_name(axis_name: Any) -> None:
         raise ValueError(
             f"{API}: axis_name is {axis_name!r}; it must be a mesh axis's name, a tuple of "
             "different ones, or None for no cross-device mean."
+        )
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raises TypeError for what is no mesh."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            f"{API}: mesh is {mesh!r}; it must be a jax.sharding.Mesh, as jax.make_mesh makes it."
         )
 
 

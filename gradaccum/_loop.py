@@ -12,8 +12,9 @@ from jax.extend import core as jex_core
 from optax.microbatching import AccumulationType
 
 from gradaccum import _checks, _jaxpr
+from gradaccum._arguments import Role
 from gradaccum._mesh import vary, varying_axes
-from gradaccum._microbatch import Role, fold_key
+from gradaccum._microbatch import fold_key
 from gradaccum._reduce import Rows, Sums, sum_dtype
 
 
@@ -85,6 +86,17 @@ class Loop:
         ]
 
 
+def _as_function(program: Any) -> Callable[..., list[Any]]:
+    """Returns a jaxpr as a function of arrays to arrays; a constant output may be a literal."""
+    fun = jex_core.jaxpr_as_fun(program)
+
+    def arrays(*args: Any) -> list[Any]:
+        outputs = zip(fun(*args), program.out_avals, strict=True)
+        return [x if isinstance(x, jax.Array) else jnp.asarray(x, a.dtype) for x, a in outputs]
+
+    return arrays
+
+
 def _evaluate(
     loop: Loop, targets: Sequence[Any], weight: jax.Array, arrays: Sequence[Any]
 ) -> tuple[Any, list[Any], list[Any]]:
@@ -92,7 +104,7 @@ def _evaluate(
 
     A target is a ref to add the gradient into, or None for its value.
     """
-    fun = jex_core.jaxpr_as_fun(loop.loss)
+    fun = _as_function(loop.loss)
 
     def of_wanted(values: list[Any]) -> tuple[Any, list[Any]]:
         merged = list(arrays)
@@ -218,7 +230,7 @@ def accumulate(loop: Loop, leaves: Sequence[Any], first_index: Any) -> tuple[Sum
     batch = [x for x, b in zip(leaves, is_batch, strict=True) if b]
     sample = microbatch(0, [x[0] for x in batch])
     traced = _trace_safely(loop, weigh(sample), sample)
-    run = jex_core.jaxpr_as_fun(traced.program)
+    run = _as_function(traced.program)
     form = jax.tree.structure(traced.form)
 
     def step(sums: Sums, x: tuple[Any, list[Any]]) -> tuple[Sums, Rows]:

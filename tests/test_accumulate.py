@@ -176,6 +176,16 @@ def test_mean_aux_is_weighted_like_the_loss_and_a_skipped_microbatch_adds_nothin
     assert int(aux["n"]) == int(mask.sum())
 
 
+@pytest.mark.parametrize("kind", list(Kind), ids=lambda kind: kind.name)
+def test_aux_and_loss_may_be_constants(on_mesh, kind):
+    f = on_mesh(lambda w, x: (2.5, {"a": 1.5}), microbatches=2, has_aux=True, aux_accumulator=kind)
+    (loss, aux), grad = jax.value_and_grad(f, has_aux=True)(jnp.ones(3), jnp.ones(16))
+    assert float(loss) == 2.5
+    assert grad.tolist() == [0, 0, 0]
+    want = {Kind.SUM: 1.5 * 16, Kind.CONCAT: [1.5] * 16}.get(kind, 1.5)
+    assert aux["a"].tolist() == want
+
+
 def test_large_integer_sums_stay_exact(on_mesh):
     f = on_mesh(
         lambda w, x: (jnp.mean(x) * w, jnp.int32(2**24 + 1)),

@@ -46,6 +46,16 @@ DECORATION = {
     "fused": ({"fused": "no"}, TypeError, "fused is 'no', overlap is False; give bools"),
     "axis kind": ({"axis_name": 3}, ValueError, "axis_name is 3; it must be a mesh axis's name"),
     "axis twice": ({"axis_name": ("dp", "dp")}, ValueError, "a tuple of different ones"),
+    "mesh kind": ({"mesh": "dp"}, TypeError, "mesh is 'dp'; it must be a jax.sharding.Mesh"),
+    "argnums kind": ({"batch_argnums": "x"}, TypeError, "argnums must be ints .* got .'x',."),
+    "argnums twice": ({"batch_argnums": (1, 1)}, ValueError, r"\(1, 1\) .* name an argument twice"),
+    "argnums too large": (
+        {"batch_argnums": (1, 2)},
+        ValueError,
+        r"2 in argnums or argnames is no parameter of loss_fn\(params, batch\)",
+    ),
+    "argnames": ({"batch_argnames": "typo"}, ValueError, "'typo' in argnums or argnames is no"),
+    "key argnames": ({"key_argnames": "typo"}, ValueError, "'typo' in argnums or argnames is no"),
     "no function": ({"fun": 3}, TypeError, r"3 is not a function of \(params, batch"),
 }
 
@@ -85,7 +95,7 @@ CALLS = {
         r"leading sizes of the batch disagree: batch\['x'\] has 32, batch\['y'\] has 64",
     ),
     "no batch": (
-        {"batch_argnums": 2},
+        {"fun": lambda p, b, c=None: jnp.mean(b["x"]), "batch_argnums": 2},
         (P4, {"x": rows(32, 4)}),
         ValueError,
         r"no batch to split: the call's 2 arguments \(0, 1\) have no array of rank >= 1",

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import gradaccum
-from gradaccum import _microbatch
-from gradaccum._microbatch import Role, Selection, Static
+from gradaccum import _arguments, _microbatch
+from gradaccum._arguments import Role, Selection, Static
 
 quick = hypothesis.settings(max_examples=50, deadline=None, derandomize=True)
 
@@ -109,14 +109,16 @@ def test_static_leaves_without_a_hash_compare_by_identity():
 
 def test_flatten_and_rebuild_are_inverse():
     fun = lambda params, batch, *, key, flag: None  # noqa: E731
-    batch = Selection.of(fun, 1, ())
+    batch = Selection.of("api", fun, 1, ())
     args = ({"w": jnp.ones(2), "act": jnp.tanh}, (jnp.ones((4, 1)), jnp.float32(1), None))
     kwargs = {"key": jax.random.key(0), "flag": True}
-    form, arrays = _microbatch.flatten_call(args, kwargs, batch, Selection.of(fun, (), "key"))
+    form, arrays = _arguments.flatten_call(args, kwargs, batch, Selection.of("api", fun, (), "key"))
     assert form.roles == (Role.BROADCAST, Role.BATCH, Role.BROADCAST, Role.KEY)
     assert form.paths(fun) == ["params['w']", "batch[0]", "batch[1]", "key"]
     got_args, got_kwargs = form.rebuild(arrays)
     assert jax.tree.structure((tuple(got_args), got_kwargs)) == jax.tree.structure((args, kwargs))
     assert got_args[0]["act"] is jnp.tanh
     assert got_kwargs["flag"] is True
-    assert form == _microbatch.flatten_call(args, kwargs, batch, Selection.of(fun, (), "key"))[0]
+    assert (
+        form == _arguments.flatten_call(args, kwargs, batch, Selection.of("api", fun, (), "key"))[0]
+    )

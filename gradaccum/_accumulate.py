@@ -86,10 +86,9 @@ class Accumulated:
                     f"{_checks.API}: value_and_grad(argnums={argnums}) of a call with "
                     f"{len(args)} positional arguments. Give the differentiated ones by position."
                 )
-            floats = lambda x: jnp.asarray(x) if isinstance(x, float | complex) else x  # noqa: E731
-            args = tuple(jax.tree.map(floats, a) if i in nums else a for i, a in enumerate(args))
+            args = tuple(_as_arrays(a) if i in nums else a for i, a in enumerate(args))
             call, arrays = self._prepare(args, kwargs)
-            wanted = _differentiated(call.form, self._options.fun, args, nums)
+            wanted = _differentiated(call.form, args, nums)
             call = dataclasses.replace(call, differentiated=wanted)
             loss, aux, grads = _call.run(call, arrays)
             trees = call.form.trees_of(grads)
@@ -100,15 +99,17 @@ class Accumulated:
         return fun
 
 
-def _differentiated(
-    form: Arguments, fun: Callable[..., Any], args: Sequence[Any], nums: Sequence[int]
-) -> tuple[bool, ...]:
-    """Returns for each array leaf whether it is in the arguments `nums`; all there must be float"""
+def _as_arrays(tree: Any) -> Any:
+    """Makes arrays of Python floats, which are static elsewhere but have a gradient."""
+    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, float | complex) else x, tree)
+
+
+def _differentiated(form: Arguments, args: Sequence[Any], nums: Sequence[int]) -> tuple[bool, ...]:
+    """Returns which array leaves are in the arguments `nums`; all leaves there must be floats."""
     for i in nums:
         keyed, _ = jax.tree_util.tree_flatten_with_path(args[i])
         for path, x in keyed:
             _checks.check_differentiable(f"args[{i}]{jax.tree_util.keystr(path)}", x)
-    del fun
     return tuple(owner in nums for owner in form.owners())
 
 
@@ -152,14 +153,16 @@ def accumulate(
     Python numbers too, reach `fun` as they are; a new value of one is a new trace.
 
     Communication: one `psum` over the data axes after the loop, of gradients, loss, weight and
-    aux together; none before it, and none in it unless the loss itself communicates.
+    aux together; none before it, and none in it unless the loss itself communicates over the data
+    axes (sync batch norm), which warns.
 
     Args:
       fun: the loss function of one microbatch, to a real scalar, or to `(scalar, aux)` with
         `has_aux`. Left out, `accumulate` returns the decorator.
       microbatches: k >= 1, per data-parallel shard.
       axis_name: the data axis or axes of the mesh; unset, the mesh's only axis. `None`: no
-        collective at all, the caller's batch is split as it is.
+        collective at all, the caller's batch is split as it is. Sharding constraints in `fun` may
+        name the other axes only: inside, the batch is one device's.
       mesh: the mesh, Auto or Explicit; default, the one of `jax.set_mesh`. Inside an outer
         `shard_map` over the data axes the batch is local already. One device needs none. Arrays
         placed on Explicit axes want `jax.set_mesh` for eager calls, as everywhere in JAX.
@@ -169,30 +172,32 @@ def accumulate(
       batch_argnames: the same, by keyword.
       has_aux: `fun` returns `(loss, aux)`.
       aux_accumulator: a pytree prefix of aux of `optax.microbatching.AccumulationType`. MEAN:
-        weighted like the loss, floats only. SUM: integers stay exact (int32 at least). CONCAT:
-        rows `[b, ...]` of the microbatches, back in the batch's order `[B, ...]`.
+        weighted like the loss, not for integers (RUNNING_MEAN is the same here). SUM: integers stay
+        exact (int32 at least). CONCAT: rows `[b, ...]` of the microbatches, back in the batch's
+        order `[B, ...]`; scalars become `[k * n]`.
       loss_reduction: "mean", or "sum": the loss sums over its microbatch, and loss and gradients
         are summed over microbatches and devices.
-      weight_fn: the batch arguments of a microbatch -> real scalar >= 0, such as its number of
-        tokens. No gradient flows through it. A microbatch of weight 0 is not evaluated and adds
-        nothing (its CONCAT rows are 0); all weights 0 give loss 0 and gradients 0.
+      weight_fn: the batch arguments of a microbatch, in the order of the parameters of `fun`, ->
+        real scalar >= 0, such as its number of tokens. No gradient flows through it. A microbatch
+        of weight 0 adds nothing (its CONCAT rows are 0); all weights 0 give loss 0, gradients 0.
       key_argnums: positions of arguments with PRNG keys, into which the global microbatch index
-        `device * k + i` is folded. `()`: the keys are meant to be shared.
+        `device * k + i` is folded. A typed key that is not named is an error, a raw one cannot be
+        told from data. `()`: the keys are meant to be shared.
       key_argnames: the same, by keyword.
       accumulator_dtype: of the gradient sums; default float32, or the gradient's own if wider.
         Gradients return in their parameter's dtype, cast after the mean.
       reduce_dtype: of the gradients on the wire, e.g. bfloat16; default the accumulator's.
       fused: add gradients in place, inside the backward pass, for parameters that are scanned
-        over as a stack of layers. False: by value throughout, which `jax.vmap` and second
-        derivatives of the decorated loss need, as does differentiating through a `lax.scan` that
-        holds it.
+        over as a stack of layers. False: by value throughout, same values; `jax.vmap` of its
+        gradient, second derivatives, and differentiating through a `lax.scan` that holds it need
+        that.
       overlap: peel the last microbatch out of the loop, so that the compiler can reduce a
         gradient while the rest of that backward pass computes. Twice the program, same values.
       unroll: microbatches per iteration of the loop, as in `jax.lax.scan`.
 
     Returns:
-      An `Accumulated`: the loss function, with `.value_and_grad` beside it. Loss scaling belongs
-      inside `fun`: its gradients are formed with cotangent 1 and scaled afterwards.
+      An `Accumulated`: the loss function, with `.value_and_grad` beside it. The caller's cotangent
+      multiplies finished gradients, so loss scaling belongs inside `fun`.
 
     Raises:
       ValueError, TypeError: at decoration or when traced, before anything is computed: what the
@@ -201,8 +206,8 @@ def accumulate(
     Cost:
       Collectives: one all-reduce a call (XLA may split or merge it): the differentiated
       parameters' bytes in `reduce_dtype` plus loss, weight and aux. Memory: one accumulator of
-      the differentiated parameters; for stacks of layers that are not scanned in float32, one
-      microbatch's gradient of them more. Program size does not depend on k (x2 with `overlap`).
+      the differentiated parameters, and one microbatch's gradient of those that are not scanned
+      over once in their accumulator's dtype. Program size does not depend on k (x2 with `overlap`).
 
     Example:
       >>> import jax, jax.numpy as jnp, gradaccum
@@ -248,8 +253,7 @@ def accumulate(
     )
 
     def decorate(fun: Callable[..., Any]) -> Accumulated:
-        if not callable(fun):
-            raise TypeError(f"{_checks.API}: {fun!r} is not a function of (params, batch, ...).")
+        _checks.check_function(fun)
         batch = Selection.of(_checks.API, fun, batch_argnums, batch_argnames)
         keys = Selection.of(
             _checks.API,

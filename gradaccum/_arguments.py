@@ -46,7 +46,8 @@ class Static:
 
 def is_array(x: Any) -> bool:
     """True for what is traced; Python scalars, NumPy booleans and all else stay static."""
-    if isinstance(x, bool | int | float | complex | np.bool_):
+    is_scalar = isinstance(x, bool | int | float | complex) and not isinstance(x, np.generic)
+    if is_scalar or isinstance(x, np.bool_):
         return False
     return bool(jex_core.valid_jaxtype(x))
 
@@ -174,9 +175,26 @@ class Arguments:
         args = [tree for name, tree in trees if isinstance(name, int)]
         return args, {name: tree for name, tree in trees if isinstance(name, str)}
 
-    def batch_arguments(self, arrays: Sequence[Any]) -> list[Any]:
-        """Returns the batch arguments alone, in the order of the call."""
-        return [t for t, b in zip(self.trees_of(arrays), self.is_batch, strict=True) if b]
+    def batch_arguments(
+        self, fun: Callable[..., Any], arrays: Sequence[Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Returns the batch arguments alone, in the order of the parameters of `fun`.
+
+        What `fun` takes by keyword only comes by keyword.
+        """
+        order = positional_parameters(fun)
+        positional: dict[int, Any] = {}
+        keyword: dict[str, Any] = {}
+        for name, tree, is_batch in zip(
+            self.names, self.trees_of(arrays), self.is_batch, strict=True
+        ):
+            if is_batch and isinstance(name, int):
+                positional[name] = tree
+            elif is_batch and name in order:
+                positional[order.index(str(name))] = tree
+            elif is_batch:
+                keyword[str(name)] = tree
+        return [positional[i] for i in sorted(positional)], keyword
 
     def paths(self, fun: Callable[..., Any]) -> list[str]:
         """Returns for each array leaf its path for messages, such as `batch['tokens']`."""

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from optax.microbatching import AccumulationType
 
-from gradaccum import _checks, _jaxpr, _loop, _reduce
-from gradaccum._arguments import Arguments, Role, Selection, is_key
+from gradaccum import _checks, _contracts, _jaxpr, _loop, _reduce
+from gradaccum._arguments import Arguments, Role, Selection, is_key, positional_parameters
 from gradaccum._mesh import (
     UNSET,
     AxisName,
@@ -85,8 +85,8 @@ def _check(call: Call, arrays: Sequence[Any]) -> None:
 
     named = [] if options.keys is UNSET else [*options.keys.positions, *options.keys.keywords]
     holders = {owners[i] for i, role in enumerate(roles) if role is Role.KEY}
-    selected = [i for i, name in enumerate(form.names) if form.is_key[i] and i not in holders]
-    _checks.check_named_keys([form.names[i] for i in selected])
+    keyless = [i for i in owners if form.is_key[i] and i not in holders]
+    _checks.check_named_keys([form.names[i] for i in dict.fromkeys(keyless)])
     if options.keys is UNSET or named:
         shared = lambda i: roles[i] is Role.BROADCAST and is_key(arrays[i])  # noqa: E731
         _checks.check_shared_keys(_labelled(call, arrays, shared))
@@ -94,7 +94,8 @@ def _check(call: Call, arrays: Sequence[Any]) -> None:
     if devices * options.microbatches == 1:
         return
     # Without a differentiated argument, the first is taken to be what elsewhere is (as jax.grad).
-    exempt = {i for i, name in enumerate(form.names) if name == 0}
+    first = (0, *positional_parameters(options.fun)[:1])
+    exempt = {i for i, name in enumerate(form.names) if name in first}
     if call.differentiated is not None:
         exempt = {owners[i] for i, d in enumerate(call.differentiated) if d}
 
@@ -131,10 +132,23 @@ def _trace_loss(call: Call, axes: Sequence[str], sample: Sequence[Any]) -> tuple
     return program, *found
 
 
-def _weigh(call: Call, arrays: Sequence[Any]) -> jax.Array:
-    weight = call.options.weight_fn(*call.form.batch_arguments(arrays))  # type: ignore[misc]
-    _checks.check_weight(weight)
-    return jax.lax.stop_gradient(jnp.asarray(weight))
+def _trace_weight(call: Call, axes: Sequence[str], sample: Sequence[Any]) -> Any:
+    """Returns the weight of one microbatch as a jaxpr of the array leaves, or None."""
+    options = call.options
+    weight_fn = options.weight_fn
+    if weight_fn is None:
+        return None
+
+    def flat(*arrays: Any) -> jax.Array:
+        args, kwargs = call.form.batch_arguments(options.fun, arrays)
+        weight = weight_fn(*args, **kwargs)
+        _checks.check_weight(weight)
+        return vary(jax.lax.stop_gradient(jnp.asarray(weight)), axes)
+
+    program = jax.make_jaxpr(flat)(*sample)
+    found = _jaxpr.collectives_over(program, call.where.axis_names)
+    _checks.check_weight_collectives(found, call.where.axis_names)
+    return program
 
 
 def _local(call: Call, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
@@ -160,7 +174,7 @@ def _local(call: Call, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
     size = leaves[rows[0]].shape[0]
     for i in rows:
         leaves[i] = split(leaves[i], k)
-    _checks.contract_microbatches([leaves[i] for i in rows], k, size)
+    _contracts.check_microbatches([leaves[i] for i in rows], k, size)
 
     sample = [x[0] if role is Role.BATCH else x for role, x in zip(roles, leaves, strict=True)]
     program, tree, types = _trace_loss(call, typed, sample)
@@ -169,7 +183,7 @@ def _local(call: Call, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
     mean = options.loss_reduction == "mean" and not weighted
     loop = _loop.Loop(
         loss=program,
-        weigh=functools.partial(_weigh, call) if weighted else None,
+        weight=_trace_weight(call, typed, sample),
         aux_types=types,
         roles=roles,
         differentiated=call.differentiated or (False,) * len(arrays),
@@ -225,7 +239,7 @@ def _run(call: Call, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
         for n in ("aux", "grads")
     )
     found_grads = [(g, x) for g, x in zip(grads, arrays, strict=True) if g is not None]
-    _checks.contract_gradients([g for g, _ in found_grads], [x for _, x in found_grads])
+    _contracts.check_gradients([g for g, _ in found_grads], [x for _, x in found_grads])
     return out["shared"]["loss"], jax.tree.unflatten(found[0], aux), grads
 
 
@@ -233,7 +247,7 @@ _run_cached = jax.jit(_run, static_argnums=0)
 
 
 def run(call: Call, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
-    """Runs under jit: from one cache in an eager call; inside a trace that keeps nothing alive."""
+    """Runs under jit. Eager calls share one cache; a call on tracers leaves nothing in it."""
     out: tuple[Any, Any, list[Any]]
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         out = jax.jit(functools.partial(_run, call))(list(arrays))

@@ -1,8 +1,4 @@
-"""Every error message about a user's input, and the shape contracts between our own parts.
-
-Input is checked by plain exceptions, with the numbers and the remedy. What one part of gradaccum
-promises another is checked with chex on every trace (the `contract_*` functions).
-"""
+"""What is checked of a user's input: plain exceptions, with the numbers and the remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
@@ -40,7 +35,7 @@ def check_dtype(name: str, value: Any) -> Any:
         dtype = jnp.dtype(value)
     except TypeError:
         dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{API}: {name} is {value!r}; it must be a floating dtype.")
     return dtype
 
@@ -55,6 +50,19 @@ def check_axis_name(axis_name: Any) -> None:
             f"{API}: axis_name is {axis_name!r}; it must be a mesh axis's name, a tuple of "
             "different ones, or None for no cross-device mean."
         )
+
+
+def check_function(fun: Any) -> None:
+    """Raises TypeError for what is no function, or has no hash to find its program by."""
+    if not callable(fun):
+        raise TypeError(f"{API}: {fun!r} is not a function of (params, batch, ...).")
+    try:
+        hash(fun)
+    except TypeError:
+        raise TypeError(
+            f"{API}: the loss, a {type(fun).__name__}, has no hash. Decorate a function that "
+            "takes it as an argument."
+        ) from None
 
 
 def check_mesh(mesh: Any) -> None:
@@ -72,9 +80,12 @@ def check_reduction(loss_reduction: str, weight_fn: Any) -> None:
             f"{API}: loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum', what the "
             "loss is over its own microbatch."
         )
+    if weight_fn is not None and not callable(weight_fn):
+        raise TypeError(f"{API}: weight_fn is {weight_fn!r}; it must be a function of the batch.")
     if loss_reduction == "sum" and weight_fn is not None:
         raise ValueError(
-            f"{API}: weight_fn given with loss_reduction='sum'. A sum needs no weights: give one."
+            f"{API}: weight_fn given with loss_reduction='sum'. A sum needs no weights: leave one "
+            "of the two out."
         )
 
 
@@ -195,10 +206,10 @@ def _kind(output: Any) -> str:
 def check_weight(weight: Any) -> None:
     """Raises TypeError if `weight_fn` did not return a real scalar."""
     shape, dtype = _shape_and_dtype(weight)
-    if dtype is None or shape != () or jnp.issubdtype(dtype, jnp.complexfloating):
+    if shape != () or jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
-            f"{API}: weight_fn must return one real scalar >= 0 a microbatch, got shape {shape} "
-            f"and dtype {dtype}. Sum it, e.g. mask.sum()."
+            f"{API}: weight_fn must return one real scalar >= 0 a microbatch, got "
+            f"{_kind(weight)}. Sum it, e.g. mask.sum()."
         )
 
 
@@ -247,6 +258,16 @@ def check_data_collectives(
     return f"{API}: {what}, which runs in every microbatch, {k} times a call. The result is right."
 
 
+def check_weight_collectives(names: Sequence[str], axis_names: Sequence[str]) -> None:
+    """Raises ValueError if `weight_fn` communicates over the data axes."""
+    if names:
+        raise ValueError(
+            f"{API}: weight_fn communicates over the data axis {', '.join(axis_names)} "
+            f"({', '.join(sorted(set(names)))}). Return this device's own count: the weights are "
+            "summed over devices with the gradients."
+        )
+
+
 def raise_aux_differentiated() -> NoReturn:
     """Raises the TypeError for a cotangent that reaches aux."""
     raise TypeError(
@@ -264,36 +285,3 @@ def check_differentiable(path: str, x: Any) -> None:
             f"{API}: value_and_grad requires real or complex inputs (float or complex dtype), but "
             f"{path} is {got}. Leave it out of argnums, or split the tree."
         )
-
-
-def contract_microbatches(leaves: Sequence[Any], k: int, size: int) -> None:
-    """The split batch is `[k, b, ...]` in every leaf."""
-    for x in leaves:
-        chex.assert_axis_dimension(x, 0, k)
-        chex.assert_axis_dimension(x, 1, size // k)
-
-
-def contract_scalar(x: Any, dtype: Any) -> None:
-    """The loss of a microbatch, and its weight, is a scalar of this dtype (float32 at least)."""
-    chex.assert_rank(x, 0)
-    chex.assert_type(x, dtype)
-
-
-def contract_accumulators(accumulators: Sequence[Any], leaves: Sequence[Any], dtypes: Any) -> None:
-    """Each accumulator has its leaf's shape and its accumulator dtype."""
-    chex.assert_equal(len(accumulators), len(leaves))
-    for acc, leaf, dtype in zip(accumulators, leaves, dtypes, strict=True):
-        chex.assert_shape(acc, leaf.shape)
-        chex.assert_type(acc, dtype)
-
-
-def contract_reduced(reduced: Any, local: Any) -> None:
-    """The mean over devices has the structure, shapes and dtypes of one device's part."""
-    chex.assert_trees_all_equal_shapes_and_dtypes(reduced, local)
-
-
-def contract_gradients(gradients: Sequence[Any], leaves: Sequence[Any]) -> None:
-    """Each gradient has its leaf's shape and dtype."""
-    for g, leaf in zip(gradients, leaves, strict=True):
-        chex.assert_shape(g, leaf.shape)
-        chex.assert_type(g, leaf.dtype)

@@ -96,6 +96,13 @@ def has_aliased_ref(jaxpr: Any) -> bool:
     return False
 
 
+def computes_in(jaxpr: Any, dtype: Any) -> bool:
+    """True if an input or any intermediate value has this dtype."""
+    jaxpr = open_jaxpr(jaxpr)
+    values = [*jaxpr.invars, *(v for eqn in equations(jaxpr) for v in eqn.outvars)]
+    return any(getattr(v.aval, "dtype", None) == dtype for v in values)
+
+
 def collectives_over(jaxpr: Any, axis_names: tuple[str, ...]) -> list[str]:
     """Returns the names of the primitives that communicate over one of the axes."""
     found = []

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 from optax.microbatching import AccumulationType
 
-from gradaccum import _checks, _jaxpr
+from gradaccum import _contracts, _jaxpr
 from gradaccum._arguments import Role
 from gradaccum._mesh import vary, varying_axes
 from gradaccum._microbatch import fold_key
@@ -24,7 +24,7 @@ class Loop:
 
     Attributes:
       loss: the traced loss of one microbatch: array leaves -> loss, *aux leaves.
-      weigh: array leaves of a microbatch -> its weight, or None.
+      weight: the traced weight of one microbatch: array leaves -> weight; or None.
       aux_types: how each aux leaf is accumulated.
       roles: the role of each array leaf.
       differentiated: for each array leaf, whether its gradient is wanted.
@@ -37,7 +37,7 @@ class Loop:
     """
 
     loss: Any
-    weigh: Callable[[Sequence[Any]], jax.Array] | None
+    weight: Any
     aux_types: Sequence[AccumulationType]
     roles: Sequence[Role]
     differentiated: Sequence[bool]
@@ -65,25 +65,28 @@ class Loop:
     def seeds_exactly(self) -> bool:
         """Whether weight and scale can be the cotangent itself, not a factor afterwards.
 
-        Not if the loss's dtype would round them, nor through float16, which would over- or
-        underflow.
+        Not if the loss's dtype would round them, nor where any of the loss is in float16, which
+        would over- or underflow.
         """
-        arrays = [self.loss.in_avals[i] for i in self.wanted]
-        half = any(x.dtype == jnp.float16 for x in arrays)
-        return bool(self.loss_dtype == self.scalar_dtype and not half)
+        exact = self.loss_dtype == self.scalar_dtype
+        return bool(exact and not _jaxpr.computes_in(self.loss, jnp.float16))
 
     def in_place(self) -> list[int]:
         """Returns the leaves whose cotangents may be added in place, inside the backward pass."""
-        if not self.fused or (self.weigh is not None and not self.seeds_exactly):
+        if not self.fused or (self.weight is not None and not self.seeds_exactly):
             return []
         jaxpr = _jaxpr.open_jaxpr(self.loss)
         return [
             i
             for i in self.wanted
             if self.roles[i] is Role.BROADCAST
-            and self.dtypes[i] == self.loss.in_avals[i].dtype
+            and self.dtypes[i] == self.loss.in_avals[i].dtype != jnp.float16
             and _jaxpr.is_scanned_once(jaxpr, jaxpr.invars[i])
         ]
+
+
+class _NotInPlaceError(Exception):
+    """The backward pass cannot add into these refs."""
 
 
 def _as_function(program: Any) -> Callable[..., list[Any]]:
@@ -116,15 +119,20 @@ def _evaluate(
     if not loop.wanted:
         return (*of_wanted([]), [])
     loss, vjp, aux = jax.vjp(of_wanted, [arrays[i] for i in loop.wanted], has_aux=True)
-    factor = weight if loop.weigh is not None else jnp.ones((), weight.dtype)
-    factor = factor * loop.scale
+    factor = weight * loop.scale
     seed = factor if loop.seeds_exactly else jnp.ones((), loss.dtype)
     seed = vary(seed.astype(loss.dtype), varying_axes(loss))
     if any(t is not None for t in targets):
         by_value = jax.ad.GradValue()  # type: ignore[attr-defined]
         refs = [by_value if t is None else t for t in targets]
         vjp = vjp.with_refs(refs)  # type: ignore[attr-defined]
-    (grads,) = vjp(seed)
+    try:
+        (grads,) = vjp(seed)
+    except Exception as e:
+        # Some transpose rule takes no ref. An error of the user's own comes back by value.
+        if any(t is not None for t in targets):
+            raise _NotInPlaceError from e
+        raise
     grads = [None if t is not None else g for t, g in zip(targets, grads, strict=True)]
     if not loop.seeds_exactly:
         grads = [
@@ -138,11 +146,10 @@ def _contribution(
     loop: Loop, targets: Sequence[Any], weight: jax.Array, arrays: Sequence[Any]
 ) -> tuple[Sums, Rows]:
     """Returns what one microbatch adds to the sums, and its own rows."""
-    _checks.contract_scalar(weight, loop.scalar_dtype)
+    _contracts.check_scalars(loop.loss.out_avals[0], weight)
     loss, aux, grads = _evaluate(loop, targets, weight, arrays)
     loss = loss.astype(loop.scalar_dtype)
-    _checks.contract_scalar(loss, loop.scalar_dtype)
-    counted = None if loop.weigh is None else weight
+    counted = None if loop.weight is None else weight
     sums = Sums(loss * weight, counted, [None] * len(aux), [None] * len(arrays))
     rows = Rows([None] * len(aux), [None] * len(arrays))
     for i, (kind, x) in enumerate(zip(loop.aux_types, aux, strict=True)):
@@ -189,8 +196,8 @@ def _trace_safely(loop: Loop, weight: Any, arrays: Sequence[Any]) -> _Traced:
             traced = _trace(loop, in_place, weight, arrays)
             if not _jaxpr.has_aliased_ref(traced.program):
                 return traced
-        except (TypeError, ValueError, NotImplementedError, AssertionError):
-            pass  # a transpose rule that takes no ref; an error of the user's own comes back below
+        except _NotInPlaceError:
+            pass
     return _trace(loop, [], weight, arrays)
 
 
@@ -223,9 +230,10 @@ def accumulate(loop: Loop, leaves: Sequence[Any], first_index: Any) -> tuple[Sum
         ]  # fmt: skip
 
     def weigh(arrays: list[Any]) -> jax.Array:
-        if loop.weigh is None:
+        if loop.weight is None:
             return vary(jnp.ones((), loop.scalar_dtype), axes)
-        return vary(loop.weigh(arrays).astype(loop.scalar_dtype), axes)
+        (weight,) = _as_function(loop.weight)(*arrays)
+        return vary(weight.astype(loop.scalar_dtype), axes)
 
     batch = [x for x, b in zip(leaves, is_batch, strict=True) if b]
     sample = microbatch(0, [x[0] for x in batch])
@@ -247,7 +255,7 @@ def accumulate(loop: Loop, leaves: Sequence[Any], first_index: Any) -> tuple[Sum
 
         # Not `weight > 0`: a NaN weight is to be seen in the result, not skipped.
         return (
-            taken(sums) if loop.weigh is None else jax.lax.cond(weight != 0, taken, skipped, sums)
+            taken(sums) if loop.weight is None else jax.lax.cond(weight != 0, taken, skipped, sums)
         )
 
     start = jax.tree.map(_zeros, traced.form[0])
@@ -255,10 +263,10 @@ def accumulate(loop: Loop, leaves: Sequence[Any], first_index: Any) -> tuple[Sum
     grads = list(sums.grads)
     for i, ref in zip(traced.in_place, traced.refs, strict=True):
         g = jax.ref.freeze(ref)
-        # Without weights (there is no ref with them) what the seed did not scale is scaled here.
+        # What the seed did not scale is scaled here; then there are no weights (see in_place).
         grads[i] = g if loop.seeds_exactly else g * jnp.asarray(loop.scale, g.dtype)
     wanted = [i for i in loop.wanted if loop.roles[i] is Role.BROADCAST]
-    _checks.contract_accumulators(
+    _contracts.check_accumulators(
         [grads[i] for i in wanted], [leaves[i] for i in wanted], [loop.dtypes[i] for i in wanted]
     )
     return sums._replace(grads=grads), rows

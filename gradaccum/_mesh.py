@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -58,6 +59,10 @@ def _describe(mesh: Mesh | AbstractMesh) -> str:
     return "(" + ", ".join(f"{name}={size}" for name, size in mesh.shape.items()) + ")"
 
 
+def _abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
+    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+
+
 def check_axes(api: str, axis_name: AxisName | Unset | None, mesh: Mesh | AbstractMesh) -> None:
     """Raises ValueError if an axis is not one of the mesh's."""
     unknown = [a for a in axis_tuple(axis_name) if a not in mesh.axis_names]
@@ -88,7 +93,15 @@ def data_mesh(
     if axis_name is None:
         return DataMesh()
     context = jax.sharding.get_abstract_mesh()
-    found = context if context.manual_axes or mesh is None else mesh
+    if mesh is None or context.manual_axes or _abstract(mesh) == context:
+        found: Mesh | AbstractMesh = context
+    elif context.axis_names:
+        raise ValueError(
+            f"{api}: mesh={_describe(mesh)} was given at decoration, but the mesh of jax.set_mesh "
+            f"is {_describe(context)}, or has other axis types. Give one of the two, or the same."
+        )
+    else:
+        found = mesh
     if not found.axis_names:
         if jax.device_count() == 1:
             return DataMesh()
@@ -112,9 +125,7 @@ def data_mesh(
             f"{api}: of the data axes {', '.join(axes)}, only {', '.join(manual)} "
             "is manual in the outer shard_map. Make all of them manual there, or none."
         )
-    size = 1
-    for a in axes:
-        size *= found.shape[a]
+    size = math.prod(found.shape[a] for a in axes)
     types = zip(found.axis_names, found.axis_types, strict=True)
     explicit = tuple(name for name, kind in types if kind == jax.sharding.AxisType.Explicit)
     passed = None if found is context else found
@@ -161,7 +172,7 @@ def shard_over_data(
     """
     if not where.axis_names or where.manual:
         return local(*arrays)
-    where = _usable(where, arrays)
+    where = _explicit_as_auto(where, arrays)
     data, shared = PartitionSpec(where.axis_names), PartitionSpec()
     over_data = jax.shard_map(
         local,
@@ -193,13 +204,13 @@ def shard_over_data(
     return auto(*arrays)
 
 
-def _usable(where: DataMesh, arrays: Sequence[jax.Array]) -> DataMesh:
+def _explicit_as_auto(where: DataMesh, arrays: Sequence[jax.Array]) -> DataMesh:
     """Takes Explicit axes of a mesh given by argument as Auto, if no array's type has them.
 
-    So host arrays may be given with `mesh=` alone; results typed on a mesh that is in no context
-    could not be used.
+    So arrays may come from the host or from an earlier call with `mesh=` alone: results typed on a
+    mesh that is in no context could not be used.
     """
-    typed = any(not jax.typeof(x).sharding.mesh.empty for x in arrays)
+    typed = any(jax.typeof(x).sharding.mesh.explicit_axes for x in arrays)
     if typed or not where.explicit_axes or not isinstance(where.mesh, Mesh):
         return where
     mesh = Mesh(where.mesh.devices, where.mesh.axis_names)

@@ -64,8 +64,8 @@ def pad_batch(batch: Any, multiple: int) -> tuple[Any, np.ndarray]:
       >>> print(f"{mean(1.0, batch, mask):.4f} = (1 + 4 + 81) / 3")
       28.6667 = (1 + 4 + 81) / 3
     """
-    if multiple < 1:
-        raise ValueError(f"pad_batch: multiple is {multiple}; it must be at least 1.")
+    if isinstance(multiple, bool) or not isinstance(multiple, int | np.integer) or multiple < 1:
+        raise ValueError(f"pad_batch: multiple is {multiple!r}; it must be an int >= 1.")
     leaves = [x for x in jax.tree.leaves(batch) if is_array(x) and np.ndim(x) > 0]
     sizes = sorted({x.shape[0] for x in leaves})
     if len(sizes) != 1 or sizes[0] == 0:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from optax.microbatching import AccumulationType
 
-from gradaccum import _checks
+from gradaccum import _contracts
 from gradaccum._mesh import DataMesh
 from gradaccum._microbatch import merge
 
@@ -97,7 +97,7 @@ def all_reduce_sum(
             grads=jax.tree.map(lambda g: g.astype(narrow(g.dtype, reduce_dtype)), sums.grads)
         )
         total: Sums = psum(wire, where.axis_names)
-        _checks.contract_reduced(total, wire)
+        _contracts.check_reduced(total, wire)
         grads = jax.tree.map(lambda t, g: t.astype(g.dtype), total.grads, sums.grads)
         total = total._replace(grads=grads)
     return total

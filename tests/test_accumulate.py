@@ -386,3 +386,51 @@ def test_a_loss_of_an_empty_parameter_tree(on_mesh):
     f = on_mesh(lambda p, x: jnp.mean(x), microbatches=2)
     assert jax.grad(f)({}, jnp.ones(16)) == {}
     assert float(f(None, jnp.ones(16))) == 1.0
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "by-value"])
+def test_float16_inside_a_float32_loss_neither_underflows_nor_overflows(fused):
+    def loss_fn(w, x):
+        def layer(h, w):
+            return (h.astype(jnp.float16) * w.astype(jnp.float16)).astype(jnp.float32), None
+
+        return 1e-4 * jnp.sum(jax.lax.scan(layer, x, w)[0])
+
+    w, x = jnp.ones((1,)), jnp.ones((1024,))
+    f = gradaccum.accumulate(loss_fn, microbatches=1024, axis_name=None, fused=fused)
+    np.testing.assert_allclose(jax.grad(f)(w, x), [1e-4], rtol=2e-3)
+    heavy = gradaccum.accumulate(
+        lambda w, x: 1e6 * loss_fn(w, x), microbatches=2, axis_name=None, fused=fused,
+        weight_fn=lambda x: jnp.float32(4096),
+    )  # fmt: skip
+    np.testing.assert_allclose(jax.grad(heavy)(w, x[:2]), [100.0], rtol=2e-3)
+
+
+def test_weight_fn_takes_the_batch_in_the_order_of_the_losss_parameters(on_mesh):
+    seen = []
+
+    def loss_fn(w, tokens, mask, *, extra):
+        return jnp.sum(w * tokens * mask) / jnp.sum(mask) + 0 * extra.sum()
+
+    def weight_fn(tokens, mask, extra):
+        seen.append(f"{tokens.dtype} {mask.dtype} {extra.dtype}")
+        return mask.sum()
+
+    f = on_mesh(
+        loss_fn, microbatches=1, batch_argnums=(1, 2), batch_argnames="extra", weight_fn=weight_fn
+    )
+    tokens, mask = jnp.arange(16.0), jnp.arange(16) % 3 > 0
+    loss = f(1.0, mask=mask, extra=jnp.ones(16, jnp.bfloat16), tokens=tokens)
+    assert seen == ["float32 bool bfloat16"]
+    np.testing.assert_allclose(loss, tokens[mask].mean(), rtol=1e-6)
+
+
+def test_a_named_key_may_be_none(on_mesh):
+    w, x, _ = arrays()
+    f = on_mesh(lambda w, x, key: jnp.mean(x @ w), microbatches=2, key_argnums=2)
+    assert_close(f(w, x, None), jnp.mean(x @ w))
+
+
+def test_parameters_given_by_keyword_are_no_forgotten_batch(on_mesh):
+    f = on_mesh(lambda w, x: jnp.mean(x) * w.sum(), microbatches=2)
+    assert float(f(w=jnp.ones(16), x=jnp.ones(16))) == 16

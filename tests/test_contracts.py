@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend import core as jex_core
 from jax.sharding import AxisType
 
 import gradaccum
@@ -38,9 +39,25 @@ def transpose_the_split(monkeypatch):
     monkeypatch.setattr(_call, "split", lambda x, k: jnp.concatenate([split(x, k)] * 2, axis=1))
 
 
-def round_the_weight(monkeypatch):
-    weigh = _call._weigh
-    monkeypatch.setattr(_call, "_weigh", lambda *args: weigh(*args)[None])
+def weigh_each_row(monkeypatch):
+    trace = _call._trace_weight
+
+    def broken(*args):
+        weight = jex_core.jaxpr_as_fun(trace(*args))
+        return jax.make_jaxpr(lambda *arrays: weight(*arrays)[0][None])(*args[-1])
+
+    monkeypatch.setattr(_call, "_trace_weight", broken)
+
+
+def lose_a_row_of_the_loss(monkeypatch):
+    trace = _call._trace_loss
+
+    def broken(*args):
+        program, *rest = trace(*args)
+        loss = jex_core.jaxpr_as_fun(program)
+        return jax.make_jaxpr(lambda *arrays: [loss(*arrays)[0][None]])(*args[-1]), *rest
+
+    monkeypatch.setattr(_call, "_trace_loss", broken)
 
 
 def accumulate_in_the_leafs_dtype(monkeypatch):
@@ -94,7 +111,8 @@ def return_another_shape(monkeypatch):
 MUTATIONS = [
     split_into_too_many,
     transpose_the_split,
-    round_the_weight,
+    weigh_each_row,
+    lose_a_row_of_the_loss,
     accumulate_in_the_leafs_dtype,
     accumulate_another_shape,
     reduce_to_another_shape,
@@ -107,6 +125,6 @@ MUTATIONS = [
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "by-value"])
 def test_chex_objects(monkeypatch, mutate, fused):
     mutate(monkeypatch)
-    weight_fn = (lambda x: jnp.float32(1)) if mutate is round_the_weight else None
+    weight_fn = (lambda x: jnp.float32(1)) if mutate is weigh_each_row else None
     with pytest.raises(AssertionError, match=r"\[Chex\]|Assertion"):
         gradients(fused=fused, weight_fn=weight_fn)

@@ -1,5 +1,8 @@
 """Where the data axes live: no mesh, by argument, in context, Auto, Explicit, already manual."""
 
+import contextlib
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -245,3 +248,53 @@ def test_a_default_mesh_by_argument_takes_host_arrays():
     assert_close(jax.jit(jax.value_and_grad(f))(params, batch), want)
     placed = jax.device_put(params, NamedSharding(mesh, P()))
     assert_close(jax.jit(jax.value_and_grad(f))(placed, batch), want)
+
+
+# Arrays placed on Explicit axes want jax.set_mesh in eager calls, from JAX itself.
+STEPS = [
+    (jit, start, context)
+    for jit in ("eager", "jit")
+    for start in ("host", "auto", "params", "all")
+    for context in ("argument", "both")
+    if not (jit == "eager" and start in ("params", "all") and context == "argument")
+    and not (start == "auto" and context == "both")
+]
+
+
+@pytest.mark.parametrize(("jit", "start", "context"), STEPS, ids="-".join)
+def test_steps_on_a_default_mesh_take_each_others_results(jit, start, context):
+    """A training loop fed its own output, on the Explicit axes that `jax.make_mesh` makes."""
+    params, batch, _ = case()
+    mesh = jax.make_mesh((8,), ("dp",))
+    auto = jax.make_mesh((8,), ("dp",), axis_types=(AUTO,))
+    f = gradaccum.accumulate(loss_fn, microbatches=2, mesh=mesh)
+
+    def step(fun, params, batch):
+        loss, grads = fun(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    want = params
+    for _ in range(3):
+        want, want_loss = step(jax.value_and_grad(loss_fn), want, batch)
+    if start != "host":
+        params = jax.device_put(params, NamedSharding(auto if start == "auto" else mesh, P()))
+    if start == "all":
+        batch = jax.device_put(batch, NamedSharding(mesh, P("dp")))
+    for fun in (jax.value_and_grad(f), f.value_and_grad()):
+        run = functools.partial(step, fun)
+        run = jax.jit(run) if jit == "jit" else run
+        with jax.set_mesh(mesh) if context == "both" else contextlib.nullcontext():
+            got = params
+            for _ in range(3):
+                got, loss = run(got, batch)
+        assert_close((got, loss), (want, want_loss))
+
+
+def test_a_mesh_other_than_the_contexts_is_refused():
+    params, batch, _ = case()
+    f = gradaccum.accumulate(loss_fn, microbatches=2, mesh=jax.make_mesh((8,), ("dp",)))
+    with (
+        jax.set_mesh(jax.make_mesh((4, 2), ("a", "b"))),
+        pytest.raises(ValueError, match=r"mesh=\(dp=8\) was given .* jax.set_mesh is \(a=4, b=2\)"),
+    ):
+        f(params, batch)

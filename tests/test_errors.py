@@ -36,6 +36,17 @@ DECORATION = {
         TypeError,
         "accumulator_dtype is .*int32.*; it must be a floating dtype",
     ),
+    "complex accumulator": (
+        {"accumulator_dtype": jnp.complex64},
+        TypeError,
+        "accumulator_dtype is .*complex64.*; it must be a floating dtype",
+    ),
+    "weight_fn kind": ({"weight_fn": 3}, TypeError, "weight_fn is 3; it must be a function"),
+    "a loss without a hash": (
+        {"fun": type("Loss", (), {"__call__": loss_fn, "__hash__": None})()},
+        TypeError,
+        "the loss, a Loss, has no hash. Decorate a function that takes it as an argument",
+    ),
     "reduce dtype": ({"reduce_dtype": "nonsense"}, TypeError, "reduce_dtype is 'nonsense'"),
     "aux kind": (
         {"has_aux": True, "aux_accumulator": {"a": "mean", "b": Kind.SUM}},
@@ -157,7 +168,7 @@ CALLS = {
         {"weight_fn": lambda batch: batch["x"].sum(0)},
         (P4, {"x": rows(32, 4)}),
         TypeError,
-        r"weight_fn must return one real scalar >= 0 a microbatch, got shape \(4,\)",
+        r"weight_fn must return one real scalar >= 0 a microbatch, got an array of shape \(4,\)",
     ),
     "forgotten batch argument": (
         {"fun": lambda p, b, y: jnp.mean(b["x"] @ p)},
@@ -182,6 +193,12 @@ CALLS = {
         (P4, {"x": rows(32, 4)}, jnp.ones(3)),
         ValueError,
         "key_argnums or key_argnames names 2, which holds no PRNG key",
+    ),
+    "a weight that communicates": (
+        {"weight_fn": lambda b: jax.lax.psum(b["x"].sum(), "dp")},
+        (P4, {"x": rows(32, 4)}),
+        ValueError,
+        r"weight_fn communicates over the data axis dp \(psum\). Return this device's own count",
     ),
     "sync statistics with weights": (
         {
@@ -244,7 +261,8 @@ def test_a_parameter_of_leading_size_b_is_no_forgotten_batch():
 @pytest.mark.parametrize(
     ("batch", "multiple", "message"),
     [
-        pytest.param({"x": np.ones(3)}, 0, "multiple is 0; it must be at least 1", id="multiple"),
+        pytest.param({"x": np.ones(3)}, 0, "multiple is 0; it must be an int >= 1", id="zero"),
+        pytest.param({"x": np.ones(3)}, 4.0, r"multiple is 4\.0; it must be an int", id="float"),
         pytest.param({"x": np.ones((0, 3))}, 4, r"are \[0\]; all must be one size", id="empty"),
         pytest.param({"x": np.ones(3), "y": np.ones(4)}, 4, r"are \[3, 4\]", id="disagree"),
         pytest.param({"x": 1.0}, 4, r"are \[\]", id="no rows"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from optax.microbatching import AccumulationType
 from gradaccum import _call, _checks
 from gradaccum._arguments import Arguments, Selection, flatten_call
 from gradaccum._mesh import UNSET, AxisName, Unset, check_axes, data_mesh
+from gradaccum._options import Call, Options
 
 
 class Accumulated:
@@ -26,7 +26,7 @@ class Accumulated:
     wraps (`__wrapped__`).
     """
 
-    def __init__(self, options: _call.Options):
+    def __init__(self, options: Options):
         self._options = options
         functools.update_wrapper(self, options.fun)
 
@@ -36,13 +36,13 @@ class Accumulated:
         return f"<gradaccum.accumulate({name}, microbatches={self._options.microbatches})>"
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
+        return self if instance is None else _Method(self, instance)
 
-    def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[_call.Call, list[Any]]:
+    def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Call, list[Any]]:
         options = self._options
         where = data_mesh(_checks.API, options.axis_name, options.mesh)
         form, arrays = flatten_call(args, kwargs, options.batch, options.keys)
-        return _call.Call(options, form, where), arrays
+        return Call(options, form, where), arrays
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call, arrays = self._prepare(args, kwargs)
@@ -97,6 +97,25 @@ class Accumulated:
             return value, picked[0] if isinstance(argnums, int) else picked
 
         return fun
+
+
+@dataclasses.dataclass(frozen=True)
+class _Method:
+    """A decorated method of an instance, which is the function's argument 0."""
+
+    function: Accumulated
+    instance: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.instance, *args, **kwargs)
+
+    def value_and_grad(self, argnums: int | Sequence[int] = 0) -> Callable[..., Any]:
+        """As `Accumulated.value_and_grad`; positions are those of the method's own arguments."""
+        one = isinstance(argnums, int)
+        nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        shifted = tuple(i + 1 if i >= 0 else i for i in nums)
+        fun = self.function.value_and_grad(shifted[0] if one else shifted)
+        return functools.partial(fun, self.instance)
 
 
 def _as_arrays(tree: Any) -> Any:
@@ -167,8 +186,8 @@ def accumulate(
         `shard_map` over the data axes the batch is local already. One device needs none. Arrays
         placed on Explicit axes want `jax.set_mesh` for eager calls, as everywhere in JAX.
       batch_argnums: positions of the arguments to split along axis 0; each of their leaves is
-        `[B, ...]` with B divisible by `k * n`, or of rank 0 and then broadcast. Of a method, self
-        is position 0.
+        `[B, ...]` with B divisible by `k * n`, or of rank 0 and then broadcast. In decorating a
+        method, self is position 0.
       batch_argnames: the same, by keyword.
       has_aux: `fun` returns `(loss, aux)`.
       aux_accumulator: a pytree prefix of aux of `optax.microbatching.AccumulationType`. MEAN:
@@ -236,7 +255,7 @@ def accumulate(
     keyed = key_argnums is not UNSET or key_argnames is not UNSET
     aux_leaves, aux_tree = jax.tree.flatten(aux_accumulator)
     make = functools.partial(
-        _call.Options,
+        Options,
         microbatches=_checks.check_count("microbatches", microbatches, "per data-parallel shard"),
         axis_name=tuple(axis_name) if isinstance(axis_name, list) else axis_name,
         mesh=mesh,

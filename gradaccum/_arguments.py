@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -242,3 +242,26 @@ def flatten_call(
         tuple(names), tuple(trees), tuple(static), tuple(roles), tuple(is_batch), tuple(named_key)
     )
     return form, arrays
+
+
+def objects(tree: Any) -> list[Any]:
+    """Returns the outermost pytree nodes that are objects, such as modules, not containers.
+
+    A mapping of some library's own (a state of Flax nnx) is a container too.
+    """
+    plain = (dict, list, tuple, type(None))
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: not isinstance(x, plain))
+    return [x for x in nodes if not isinstance(x, Mapping) and not jax.tree_util.all_leaves([x])]
+
+
+def changed(objects: Sequence[Any], before: Sequence[Sequence[Any]]) -> list[str]:
+    """Returns the names of the classes whose objects have other leaves than `before`."""
+    return [
+        type(x).__name__
+        for x, leaves in zip(objects, before, strict=True)
+        if not _same(jax.tree.leaves(x), leaves)
+    ]
+
+
+def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

@@ -10,69 +10,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
-from optax.microbatching import AccumulationType
+import numpy as np
 
 from gradaccum import _checks, _contracts, _jaxpr, _loop, _reduce
-from gradaccum._arguments import Arguments, Role, Selection, is_key, positional_parameters
+from gradaccum._arguments import (
+    Role,
+    changed,
+    is_key,
+    objects,
+    positional_parameters,
+)
 from gradaccum._mesh import (
     UNSET,
-    AxisName,
-    DataMesh,
-    Unset,
     is_typed,
     shard_over_data,
     vary,
     varying_axes,
 )
 from gradaccum._microbatch import split
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What was given at decoration, checked. Hashable: a part of the cache's key."""
-
-    fun: Callable[..., Any]
-    microbatches: int
-    axis_name: AxisName | Unset | None
-    mesh: Mesh | AbstractMesh | None
-    batch: Selection
-    has_aux: bool
-    aux_leaves: tuple[AccumulationType, ...]
-    aux_tree: Any
-    loss_reduction: str
-    weight_fn: Callable[..., Any] | None
-    keys: Selection | Unset
-    accumulator_dtype: Any
-    reduce_dtype: Any
-    fused: bool
-    overlap: bool
-    unroll: int
-
-    def accumulator_of(self, dtype: Any) -> Any:
-        """Returns the dtype that gradients of this dtype are accumulated in."""
-        if self.accumulator_dtype is None:
-            return jnp.promote_types(dtype, jnp.float32)
-        return _reduce.narrow(dtype, self.accumulator_dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """One call without its arrays: equal calls share one compiled program.
-
-    `differentiated` says of each array leaf whether its gradient is wanted; None, in a call that
-    is not differentiated.
-    """
-
-    options: Options
-    form: Arguments
-    where: DataMesh
-    differentiated: tuple[bool, ...] | None = None
+from gradaccum._options import Call
 
 
 def _labelled(call: Call, arrays: Sequence[Any], keep: Callable[[int], bool]) -> dict[str, Any]:
-    paths = call.form.paths(call.options.fun)
-    return {path: arrays[i] for i, path in enumerate(paths) if keep(i)}
+    return {p: arrays[i] for i, p in enumerate(call.form.paths(call.options.fun)) if keep(i)}
 
 
 def _check(call: Call, arrays: Sequence[Any]) -> None:
@@ -113,7 +73,10 @@ def _trace_loss(call: Call, axes: Sequence[str], sample: Sequence[Any]) -> tuple
 
     def flat(*arrays: Any) -> list[Any]:
         args, kwargs = call.form.rebuild(arrays)
+        watched = objects((args, kwargs))
+        before = [jax.tree.leaves(x) for x in watched]
         output = options.fun(*args, **kwargs)
+        _checks.check_unchanged(changed(watched, before))
         loss, aux = _checks.split_output(output, options.has_aux)
         accumulator = jax.tree.unflatten(options.aux_tree, options.aux_leaves)
         leaves, tree = jax.tree.flatten(aux)
@@ -121,11 +84,11 @@ def _trace_loss(call: Call, axes: Sequence[str], sample: Sequence[Any]) -> tuple
         return [vary(jnp.asarray(x), axes) for x in (loss, *leaves)]
 
     program = jax.make_jaxpr(flat)(*sample)
+    axes = call.where.axis_names
+    found_collectives = _jaxpr.collectives_over(program, axes)
+    weighted = options.weight_fn is not None
     warning = _checks.check_data_collectives(
-        _jaxpr.collectives_over(program, call.where.axis_names),
-        call.where.axis_names,
-        options.microbatches,
-        options.weight_fn is not None,
+        found_collectives, axes, options.microbatches, weighted
     )
     if warning:
         warnings.warn(warning, stacklevel=2)
@@ -250,7 +213,9 @@ def run(call: Call, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
     """Runs under jit. Eager calls share one cache; a call on tracers leaves nothing in it."""
     out: tuple[Any, Any, list[Any]]
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
-        out = jax.jit(functools.partial(_run, call))(list(arrays))
+        # As JAX arrays: under vmap in jit, JAX takes no NumPy constant for an argument.
+        canonical = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays]
+        out = jax.jit(functools.partial(_run, call))(canonical)
     else:
         out = _run_cached(call, list(arrays))
     return out
@@ -280,6 +245,7 @@ def _bwd(call: Call, grads: list[Any], cotangents: Any) -> tuple[Any, ...]:
             _checks.raise_aux_differentiated()
     if isinstance(loss_ct, zero):
         return (None,) * len(grads)
+    loss_ct = jnp.asarray(loss_ct)  # `jax.vjp` passes on a Python float as it is
 
     def scale(g: jax.Array) -> Any:
         wide = jnp.promote_types(g.dtype, loss_ct.dtype)

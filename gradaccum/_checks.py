@@ -167,6 +167,17 @@ def check_forgotten(leaves: Mapping[str, Any], size: int) -> None:
         )
 
 
+def check_unchanged(classes: Sequence[str]) -> None:
+    """Raises ValueError if the loss changed arguments in place: the change would be lost."""
+    if classes:
+        raise ValueError(
+            f"{API}: the loss changed an argument in place, a {', '.join(classes)}: that change "
+            "(batch statistics, counts of a random stream) would be lost. Pass the state as an "
+            "argument and return it as aux. Of a Flax nnx module: graph, params, rest = "
+            "nnx.split(model, nnx.Param, ...) outside, nnx.merge(graph, params, rest) inside."
+        )
+
+
 def split_output(output: Any, has_aux: bool) -> tuple[Any, Any]:
     """Returns `(loss, aux)` of what the loss function returned, or raises TypeError."""
     aux = None

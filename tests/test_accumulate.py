@@ -58,7 +58,10 @@ def test_as_a_bare_decorator_of_a_method(on_mesh):
             return self.scale * squared(w, x, y)
 
     w, x, y = arrays()
-    assert_close(jax.grad(Model().loss)(w, x, y), 2 * jax.grad(squared)(w, x, y))
+    want = 2 * jax.grad(squared)(w, x, y)
+    assert_close(jax.grad(Model().loss)(w, x, y), want)
+    assert_close(Model().loss.value_and_grad()(w, x, y)[1], want)
+    assert_close(Model().loss.value_and_grad((-3,))(w, x, y)[1][0], want)
 
 
 def test_a_batch_argument_may_be_given_by_position_or_keyword(on_mesh):
@@ -332,6 +335,30 @@ def test_the_outer_cotangent_scales_the_gradient(on_mesh):
     f = on_mesh(squared, microbatches=2, batch_argnums=(1, 2))
     got = jax.grad(lambda w: jnp.sin(3 * f(w, x, y)))(w)
     assert_close(got, jax.grad(lambda w: jnp.sin(3 * squared(w, x, y)))(w))
+
+
+def test_a_python_float_as_the_cotangent(on_mesh):
+    w, x, y = arrays()
+    f = on_mesh(squared, microbatches=2, batch_argnums=(1, 2))
+    (grad,) = jax.vjp(lambda w: f(w, x, y), w)[1](2.0)
+    assert_close(grad, 2 * jax.grad(squared)(w, x, y))
+
+
+def test_a_loss_may_change_its_dicts(on_mesh):
+    def loss_fn(w, batch):
+        x = batch.pop("x")
+        batch["x"] = 2 * x
+        return jnp.mean(batch["x"] @ w)
+
+    w, x, _ = arrays()
+    assert_close(on_mesh(loss_fn, microbatches=2)(w, {"x": x}), 2 * jnp.mean(x @ w))
+
+
+def test_numpy_constants_under_vmap_in_jit(on_mesh):
+    w, x, y = map(np.asarray, arrays())
+    f = on_mesh(squared, microbatches=2, batch_argnums=(1, 2), fused=False)
+    got = jax.jit(lambda: jax.vmap(f, (0, None, None))(np.stack([w, 2 * w]), x, y))()
+    assert_close(got, jnp.stack([squared(w, x, y), squared(2 * w, x, y)]))
 
 
 def test_one_trace_for_many_calls(on_mesh):

@@ -254,9 +254,9 @@ def test_a_default_mesh_by_argument_takes_host_arrays():
 STEPS = [
     (jit, start, context)
     for jit in ("eager", "jit")
-    for start in ("host", "auto", "params", "all")
+    for start in ("host", "auto", "params", "batch", "all")
     for context in ("argument", "both")
-    if not (jit == "eager" and start in ("params", "all") and context == "argument")
+    if not (jit == "eager" and start in ("params", "batch", "all") and context == "argument")
     and not (start == "auto" and context == "both")
 ]
 
@@ -276,9 +276,9 @@ def test_steps_on_a_default_mesh_take_each_others_results(jit, start, context):
     want = params
     for _ in range(3):
         want, want_loss = step(jax.value_and_grad(loss_fn), want, batch)
-    if start != "host":
+    if start in ("auto", "params", "all"):
         params = jax.device_put(params, NamedSharding(auto if start == "auto" else mesh, P()))
-    if start == "all":
+    if start in ("batch", "all"):
         batch = jax.device_put(batch, NamedSharding(mesh, P("dp")))
     for fun in (jax.value_and_grad(f), f.value_and_grad()):
         run = functools.partial(step, fun)

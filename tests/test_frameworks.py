@@ -152,21 +152,64 @@ class NnxDropout(nnx.Module):
         return self.dropout(self.linear(x))
 
 
-def test_nnx_with_rngs_by_split_and_merge(decorate):
+def test_nnx_state_that_the_loss_changes_is_refused(decorate):
     model, data = NnxDropout(nnx.Rngs(0)), batch()
+
+    def loss_fn(model, batch):
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+    f = decorate(loss_fn, key_argnums=0)
+    with pytest.raises(ValueError, match=r"changed an argument in place, a NnxDropout.*nnx.merge"):
+        nnx.value_and_grad(f)(model, data)
+    with pytest.raises(ValueError, match="changed an argument in place"):
+        f(model, data)
+    model.eval()
+    assert_close(f(model, data), loss_fn(model, data))
+
+
+def test_nnx_dropout_by_split_and_merge(decorate):
+    """A key of its own for every step, folded for every microbatch."""
+    model, data = NnxDropout(nnx.Rngs(params=0, dropout=1)), batch()
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss_fn(params, rest, key, batch):
+        model = nnx.merge(graph, params, rest)
+        nnx.reseed(model, dropout=key)
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+    f = decorate(loss_fn, batch_argnums=3, key_argnums=(1, 2))
+    step = jax.jit(jax.value_and_grad(f))
+    keys = jax.random.split(jax.random.key(0), 2)
+    (one, grads), (two, _) = (step(params, rest, key, data) for key in keys)
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    assert float(one) != float(two)
+    assert float(one) == float(step(params, rest, keys[0], data)[0])
+    shared = decorate(loss_fn, batch_argnums=3, key_argnums=())
+    assert float(one) != float(jax.jit(shared)(params, rest, keys[0], data))
+
+
+class NnxNorm(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(5, 3, rngs=rngs)
+        self.norm = nnx.BatchNorm(3, momentum=0.9, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.linear(x))
+
+
+def test_nnx_batch_norm_statistics_come_back_as_aux(decorate):
+    model, data = NnxNorm(nnx.Rngs(0)), batch()
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss_fn(params, rest, batch):
-        out = nnx.merge(graph, params, rest)(batch["x"])
-        return jnp.mean((out - batch["y"]) ** 2)
+        model = nnx.merge(graph, params, rest)
+        loss = jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+        return loss, nnx.state(model, nnx.Not(nnx.Param))
 
-    f = decorate(loss_fn, batch_argnums=2, key_argnums=1)
-    loss, grads = jax.jit(jax.value_and_grad(f))(params, rest, data)
-    shared = decorate(loss_fn, batch_argnums=2, key_argnums=())
-    other, _ = jax.jit(jax.value_and_grad(shared))(params, rest, data)
-    assert np.isfinite(loss)
-    assert jax.tree.structure(grads) == jax.tree.structure(params)
-    assert float(loss) != float(other)  # each microbatch has a mask of its own
+    f = decorate(loss_fn, batch_argnums=2, has_aux=True)
+    (_, got), _ = jax.jit(jax.value_and_grad(f, has_aux=True))(params, rest, data)
+    hidden = np.asarray(model.linear(data["x"]))
+    np.testing.assert_allclose(got["norm"]["mean"][...], 0.1 * hidden.mean(0), rtol=1e-4, atol=1e-6)
 
 
 class EqxNet(eqx.Module):

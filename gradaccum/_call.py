@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gradaccum import _checks, _contracts, _jaxpr, _loop, _reduce
 from gradaccum._arguments import (
@@ -213,9 +212,7 @@ def run(call: Call, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
     """Runs under jit. Eager calls share one cache; a call on tracers leaves nothing in it."""
     out: tuple[Any, Any, list[Any]]
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
-        # As JAX arrays: under vmap in jit, JAX takes no NumPy constant for an argument.
-        canonical = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays]
-        out = jax.jit(functools.partial(_run, call))(canonical)
+        out = jax.jit(functools.partial(_run, call))(list(arrays))
     else:
         out = _run_cached(call, list(arrays))
     return out

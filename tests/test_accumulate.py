@@ -354,13 +354,6 @@ def test_a_loss_may_change_its_dicts(on_mesh):
     assert_close(on_mesh(loss_fn, microbatches=2)(w, {"x": x}), 2 * jnp.mean(x @ w))
 
 
-def test_numpy_constants_under_vmap_in_jit(on_mesh):
-    w, x, y = map(np.asarray, arrays())
-    f = on_mesh(squared, microbatches=2, batch_argnums=(1, 2), fused=False)
-    got = jax.jit(lambda: jax.vmap(f, (0, None, None))(np.stack([w, 2 * w]), x, y))()
-    assert_close(got, jnp.stack([squared(w, x, y), squared(2 * w, x, y)]))
-
-
 def test_one_trace_for_many_calls(on_mesh):
     w, x, y = arrays()
     count = []

@@ -8,9 +8,10 @@ data parallel over 8 devices: accelerators where there are any, else simulated o
 round each contender takes one step, in an order that rotates. The time is the median over rounds;
 the ratio is the median of each round's own ratio to gradaccum. Loss and new parameters must agree
 before any time is printed, or the program exits with an error. Expected on 2 CPU cores with jax
-0.10.2 or newer, in about two minutes: the naive step takes at least 4 times as long as gradaccum's,
-the hand-written shard_map loop about 1.25 times. The load average is printed because on a busy
-machine single ratios mean little.
+0.10.2 or newer: the naive step takes at least 4 times as long as gradaccum's, the hand-written
+shard_map loop about 1.3 times. A run with jax 0.10.2 at a load average of 2 to 6 gave 5.4 and 1.34,
+in 70 s and 98 s of CPU time. The load average is printed because on a busy machine single ratios
+mean little.
 
 At full size, compiled for a TPU v3-8 that need not be here (pip install -e '.[apps,aot-tpu]'):
 
@@ -34,14 +35,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
-import optax
 from absl import app, flags
 from jax.experimental import topologies
 
-import gradaccum
-from absl_apps import bench_flags, meshes
+from absl_apps import bench_flags, flag_parsing, meshes, run_files
 from absl_apps.bench_measure import TOLERANCES, Row, compile_row, program_sizes, run_rounds
 from absl_apps.bench_steps import AXIS, CONTENDERS, OURS, Problem
 from gradaccum import audit
@@ -50,17 +48,6 @@ NOT_MEASURED = "not measured"
 
 
 ############################################ Devices #############################################
-
-
-def mesh_here(dp: int) -> jax.sharding.Mesh:
-    """Return a mesh of `dp` of this machine's devices."""
-    found = jax.devices()
-    if dp > len(found):
-        raise ValueError(
-            f"--dp={dp}: needs {dp} devices, found {len(found)} ({found[0].platform}); "
-            f"use --dp={len(found)} or fewer."
-        )
-    return meshes.make({AXIS: dp})
 
 
 def mesh_elsewhere(topology: str, dp: int) -> jax.sharding.Mesh:
@@ -155,7 +142,10 @@ def markdown(summaries: Mapping[str, Mapping[str, Any]], gradient_bytes: int) ->
 
 def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     """Run the whole program; return what --json holds."""
-    mesh = mesh_elsewhere(FLAGS.topology, FLAGS.dp) if FLAGS.topology else mesh_here(FLAGS.dp)
+    if FLAGS.topology:
+        mesh = mesh_elsewhere(FLAGS.topology, FLAGS.dp)
+    else:
+        mesh = meshes.make({AXIS: FLAGS.dp}, f"--dp={FLAGS.dp}")
     problem = Problem(
         mesh,
         FLAGS.grad_acc_steps,
@@ -207,12 +197,11 @@ def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         text = ", ".join(f"{n:,} instructions at {k:,} microbatches" for k, n in sizes.items())
         print(f"program size of {OURS}: {text}: {same}", flush=True)
 
-    modules = (gradaccum, jax, jaxlib, np, optax)
+    environment = run_files.environment(mesh)
+    environment["devices"]["ran"] = not FLAGS.topology
     results = {
-        "flags": {name: FLAGS[name].value for name in bench_flags.NAMES},
-        "versions": {"python": platform.python_version()}
-        | {module.__name__: module.__version__ for module in modules},
-        "devices": {"kind": kind, "count": FLAGS.dp, "ran": not FLAGS.topology},
+        "flags": flag_parsing.chosen(FLAGS, bench_flags.GROUPS),
+        **environment,
         "gradient_bytes": problem.gradient_bytes,
         "load_average": load,
         "tolerance": TOLERANCES[FLAGS.dtype],

@@ -5,29 +5,21 @@ They are defined by a call, not by an import: another program's flags have the s
 
 from __future__ import annotations
 
+import functools
 import os
-import sys
-import textwrap
 from collections.abc import Sequence
 
 from absl import flags
 
+from absl_apps import flag_parsing
 from absl_apps.bench_steps import CONTENDERS, OURS
 
 DTYPES = ["float32", "bfloat16"]
-NAMES = (
-    "grad_acc_steps",
-    "batch_size",
-    "d_model",
-    "n_layer",
-    "dp",
-    "dtype",
-    "contenders",
-    "rounds",
-    "program_size",
-    "topology",
-    "json",
-)
+GROUPS = {  # the order of --help; a test keeps it complete
+    "Step": ("grad_acc_steps", "batch_size", "d_model", "n_layer", "dp", "dtype"),
+    "Measurement": ("contenders", "rounds", "program_size", "topology"),
+    "Output": ("json",),
+}
 PROGRAM_SIZES = 2, 1024  # microbatches for which gradaccum's program is to be equally long
 
 
@@ -103,22 +95,4 @@ def define(values: flags.FlagValues) -> None:
     del _batch, _contenders, _json  # registered
 
 
-def parse(argv: Sequence[str], values: flags.FlagValues, manual: str) -> list[str]:
-    """Define the flags, then read `argv`; `--help` prints the manual, an error is one line."""
-    define(values)
-    if {"--help", "-help", "--helpshort", "-h", "-?"} & set(argv[1:]):
-        print(manual.strip(), "\nFlags:", sep="\n")
-        for name in NAMES:
-            default = values[name].default
-            default = ",".join(default) if isinstance(default, list) else default
-            text = values[name].help.split(";\n")[0]  # absl adds how to repeat a flag
-            text += "" if default is None else f" Default: {default}."
-            print(f"  --{name}", textwrap.indent(textwrap.fill(text, 90), " " * 6), sep="\n")
-        sys.exit(0)
-    try:
-        rest = values(argv)
-    except flags.Error as error:
-        sys.exit(f"bench: {' '.join(str(error).split())}")
-    if rest[1:]:
-        sys.exit(f"bench: {rest[1]!r} is not a flag; flags are written --name=value.")
-    return rest
+parse = functools.partial(flag_parsing.parse, "bench", GROUPS, define)  # (argv, values, manual)

@@ -65,8 +65,13 @@ def parse(text: str) -> dict[str, int]:
     return axes
 
 
-def make(axes: Mapping[str, int]) -> jax.sharding.Mesh:
+def make(axes: Mapping[str, int], asked: str, simulate: str | None = None) -> jax.sharding.Mesh:
     """Return a mesh of the first devices, as many as the axes need.
+
+    Args:
+      axes: sizes by name, in order.
+      asked: what the user asked for, in the words of the command line: `"--mesh=dp=8"`.
+      simulate: the flag, if there is one, that sets the number of simulated devices.
 
     Raises:
       ValueError: if there are fewer devices than that.
@@ -74,12 +79,12 @@ def make(axes: Mapping[str, int]) -> jax.sharding.Mesh:
     devices, needed = jax.devices(), math.prod(axes.values())
     if needed > len(devices):
         platform = devices[0].platform
-        remedy = f"--cpu_devices={needed} simulates more" if platform == "cpu" else "use fewer"
+        more = simulate and platform == "cpu"
+        remedy = f"{simulate}={needed} simulates more" if more else f"use {len(devices)} or fewer"
         product = " * ".join(map(str, axes.values()))
         raise ValueError(
-            f"--mesh={','.join(f'{name}={size}' for name, size in axes.items())}: needs "
-            f"{product + ' = ' if len(axes) > 1 else ''}{needed} devices, found {len(devices)} "
-            f"({platform}); {remedy}."
+            f"{asked}: needs {product + ' = ' if len(axes) > 1 else ''}{needed} devices, "
+            f"found {len(devices)} ({platform}); {remedy}."
         )
     # Auto axes: the step is written for the whole batch, and the compiler places the rest.
     return jax.make_mesh(

@@ -5,8 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import os
+import platform
 from collections.abc import Mapping
 from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+import optax
+
+import gradaccum
 
 METRICS, RUN = "metrics.jsonl", "run.json"
 
@@ -60,3 +68,18 @@ class RunFiles:
             json.dump(run, stream, indent=1, allow_nan=False)
             stream.write("\n")
         os.replace(partial, self.run_path)
+
+
+def environment(mesh: jax.sharding.Mesh) -> dict[str, dict[str, Any]]:
+    """Return the versions and the devices that a run's numbers depend on, for its JSON."""
+    modules = gradaccum, jax, jaxlib, np, optax
+    device = mesh.devices.flat[0]
+    return {
+        "versions": {"python": platform.python_version()}
+        | {module.__name__: module.__version__ for module in modules},
+        "devices": {
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "count": mesh.devices.size,
+        },
+    }

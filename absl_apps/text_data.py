@@ -1,4 +1,4 @@
-"""Bytes of real text: which files, their entropy, and windows drawn by seed and step.
+"""Bytes of real text: which files, their entropy, and sequences drawn by seed and step.
 
 Nothing here knows about devices. A batch is a pure function of (data, seed, step), so a run that
 stops and one that goes on see the same batches, and so does every process of a cluster.
@@ -60,7 +60,7 @@ def load(files: Sequence[str], limit: int) -> np.ndarray:
 
 
 def check_length(data: np.ndarray, seq_len: int) -> None:
-    """Raise ValueError unless the data holds one window: a sequence and the byte after it."""
+    """Raise ValueError unless the data holds one sequence and the byte after it."""
     if data.size < seq_len + 1:
         raise ValueError(
             f"--data: {data.size} bytes are fewer than seq_len + 1 = {seq_len} + 1 = "
@@ -76,7 +76,7 @@ def unigram_entropy(data: np.ndarray) -> float:
 
 
 def sample(data: np.ndarray, seed: int, step: int, batch: int, length: int) -> np.ndarray:
-    """Return `batch` windows of `length` bytes, uint8 `[batch, length]`, drawn by (seed, step)."""
+    """Return sequences drawn by (seed, step), uint8 `[batch, length]`."""
     last = data.size - length
     starts = np.random.default_rng((seed, step)).integers(0, last, size=batch, endpoint=True)
     return data[starts[:, None] + np.arange(length)]

@@ -3,11 +3,13 @@
     pip install -e '.[apps]'
     python -m absl_apps.train
 
-Trains a decoder-only transformer of 0.85 million parameters for 200 steps on the source of the
+Trains a decoder-only transformer of 0.85 million parameters for 150 steps on the source of the
 Python standard library, data-parallel over all devices: accelerators where there are any, else
 8 simulated CPU devices. First it prints what its compiled step communicates and checks that this
-is one mean of the gradients. Expected: on 2 CPU cores about three minutes, and a final loss near
-1.9 nats a byte, where a model of byte frequencies alone cannot pass 3.15.
+is one mean of the gradients. Expected: a final loss near 2.1 nats a byte, where a model of byte
+frequencies alone cannot pass 3.15. Measured with jax 0.10.2 on 2 CPU cores: a loss of 2.084 in
+190 s of CPU time, so 95 s at best if the cores are idle; beside other work, at a load average of
+6 to 13, it took 257 s.
 
 Text of your own:  python -m absl_apps.train --data='books/*.txt' --workdir=runs/books
 """
@@ -19,15 +21,12 @@ import dataclasses
 import functools
 import math
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jaxlib
-import numpy as np
 import optax
 import tqdm
 from absl import app, flags
@@ -35,7 +34,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradaccum
-from absl_apps import meshes, run_files, text_data, train_flags, transformer
+from absl_apps import flag_parsing, meshes, run_files, text_data, train_flags, transformer
 from gradaccum import audit
 
 AXIS = train_flags.DATA_AXIS
@@ -103,7 +102,8 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     ################### What the user can get wrong, before anything is computed ###################
 
     with errors_in_one_line():
-        mesh = meshes.make(meshes.parse(FLAGS.mesh or f"{AXIS}={jax.device_count()}"))
+        axes = FLAGS.mesh or f"{AXIS}={jax.device_count()}"
+        mesh = meshes.make(meshes.parse(axes), f"--mesh={axes}", simulate="--cpu_devices")
         train_flags.check_batch(FLAGS.global_batch, FLAGS.microbatches, mesh.shape[AXIS])
         chosen = [text_data.default_pattern()] if FLAGS.data is None else FLAGS.data
         files = text_data.find_files([part for text in chosen for part in text.split(",") if part])
@@ -133,13 +133,12 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     state = init(jax.random.key(FLAGS.seed))
     tokens = load_batch(0)
     entropy = text_data.unigram_entropy(data)
-    device = mesh.devices.flat[0]
     per_device = FLAGS.global_batch // (FLAGS.microbatches * mesh.shape[AXIS])
     print(
         f"data: {data.size:,} bytes of {len(files)} files\n"
         f"byte-unigram entropy: {entropy:.3f} nats a byte\n"
         f"model: {transformer.size(state.params):,} parameters\n"
-        f"mesh: {AXIS}={mesh.shape[AXIS]}, {device.device_kind}\n"
+        f"mesh: {AXIS}={mesh.shape[AXIS]}, {mesh.devices.flat[0].device_kind}\n"
         f"batch: {FLAGS.global_batch} = {mesh.shape[AXIS]} devices * {FLAGS.microbatches} "
         f"microbatches * {per_device} sequences of {FLAGS.seq_len} bytes",
         flush=True,
@@ -157,16 +156,8 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     )
 
     run = {
-        "flags": {
-            name: FLAGS[name].value for group in train_flags.GROUPS.values() for name in group
-        },
-        "versions": {"python": platform.python_version()}
-        | {m.__name__: m.__version__ for m in (gradaccum, jax, jaxlib, np, optax)},
-        "devices": {
-            "platform": device.platform,
-            "kind": device.device_kind,
-            "count": mesh.devices.size,
-        },
+        "flags": flag_parsing.chosen(FLAGS, train_flags.GROUPS),
+        **run_files.environment(mesh),
         "mesh": dict(mesh.shape),
         "parameters": transformer.size(state.params),
         "data": {"files": len(files), "bytes": data.size, "unigram_entropy": entropy},

@@ -27,23 +27,23 @@ def test_bad_text_is_refused_with_an_example(text):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_a_mesh_may_use_some_of_the_devices(size):
-    mesh = meshes.make({"dp": size})
+    mesh = meshes.make({"dp": size}, f"--dp={size}")
     assert dict(mesh.shape) == {"dp": size}
     assert set(mesh.devices.flat) == set(jax.devices()[:size])
     assert mesh.axis_types == (jax.sharding.AxisType.Auto,)
 
 
 @pytest.mark.parametrize(
-    ("axes", "message"),
+    ("axes", "asked", "simulate", "message"),
     [
-        ({"dp": 16}, r"--mesh=dp=16: needs 16 devices, found 8 \(cpu\); --cpu_devices=16"),
-        ({"r": 3, "dp": 4}, r"--mesh=r=3,dp=4: needs 3 \* 4 = 12 devices, found 8"),
+        ({"dp": 16}, "--dp=16", None, r"^--dp=16: needs 16 devices, found 8 .*; use 8 or fewer\."),
+        ({"r": 3, "d": 4}, "--mesh=r=3,d=4", "--cpus", r"3 \* 4 = 12 .* \(cpu\); --cpus=12 simul"),
     ],
     ids=["one-axis", "two-axes"],
 )
-def test_too_large_a_mesh_is_refused_with_the_numbers(axes, message):
+def test_too_large_a_mesh_is_refused_with_the_numbers(axes, asked, simulate, message):
     with pytest.raises(ValueError, match=message):
-        meshes.make(axes)
+        meshes.make(axes, asked, simulate)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The program's data: which files, what entropy, which windows."""
+"""The program's data: which files, what entropy, which sequences."""
 
 import math
 
@@ -58,7 +58,7 @@ def test_empty_files_are_an_error(tmp_path):
         text_data.load([str(tmp_path / "empty.txt")], limit=100)
 
 
-def test_data_must_hold_one_window():
+def test_data_must_hold_one_sequence():
     text_data.check_length(np.zeros(9, np.uint8), seq_len=8)
     with pytest.raises(ValueError, match=r"8 bytes are fewer than seq_len \+ 1 = 8 \+ 1 = 9"):
         text_data.check_length(np.zeros(8, np.uint8), seq_len=8)
@@ -79,12 +79,12 @@ def test_unigram_entropy_by_hand(text, nats):
     assert text_data.unigram_entropy(np.frombuffer(text, np.uint8)) == pytest.approx(nats)
 
 
-def test_windows_are_cut_from_the_text_and_reach_both_ends():
+def test_sequences_are_cut_from_the_text_and_reach_both_ends():
     data = np.arange(7, dtype=np.uint8)
-    windows = text_data.sample(data, seed=0, step=0, batch=200, length=5)
-    assert windows.shape == (200, 5)
-    assert windows.dtype == np.uint8
-    assert {tuple(w) for w in windows} == {tuple(range(s, s + 5)) for s in range(3)}
+    sequences = text_data.sample(data, seed=0, step=0, batch=200, length=5)
+    assert sequences.shape == (200, 5)
+    assert sequences.dtype == np.uint8
+    assert {tuple(s) for s in sequences} == {tuple(range(s, s + 5)) for s in range(3)}
 
 
 def test_a_batch_is_a_function_of_seed_and_step():

@@ -92,6 +92,40 @@ def make_step(
     return step
 
 
+############################################ The loop ############################################
+
+
+def run_steps(
+    step_fn: Callable[..., Any],
+    state: TrainState,
+    load_batch: Callable[[int], jax.Array],
+    steps: int,
+    tokens_a_step: int,
+    outputs: run_files.RunFiles,
+) -> list[float]:
+    """Take the steps and log each; return their losses. Exits at a loss that is not finite."""
+    losses: list[float] = []
+    tokens = load_batch(0)
+    finished = time.monotonic()
+    # disable=None: the bar shows on a terminal only.
+    for step in (bar := tqdm.tqdm(range(steps), unit="step", disable=None)):
+        state, loss = step_fn(state, tokens)
+        # The devices work by themselves now: prepare the next batch, then ask for the loss.
+        if step + 1 < steps:
+            tokens = load_batch(step + 1)
+        losses.append(float(loss))
+        started, finished = finished, time.monotonic()
+        if not math.isfinite(losses[-1]):
+            sys.exit(
+                f"train: the loss is {losses[-1]} at step {step}; lower --learning_rate. "
+                f"The steps before it are in {outputs.metrics_path}."
+            )
+        rate = tokens_a_step / (finished - started)
+        outputs.log(step=step, loss=losses[-1], tokens_per_second=rate)
+        bar.set_postfix(loss=f"{losses[-1]:.3f}", tokens_per_second=f"{rate:,.0f}")
+    return losses
+
+
 ########################################## The program ###########################################
 
 
@@ -131,7 +165,6 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         return jax.device_put(tokens, NamedSharding(mesh, P(AXIS)))
 
     state = init(jax.random.key(FLAGS.seed))
-    tokens = load_batch(0)
     entropy = text_data.unigram_entropy(data)
     per_device = FLAGS.global_batch // (FLAGS.microbatches * mesh.shape[AXIS])
     print(
@@ -146,7 +179,7 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
 
     ####################### One compilation: the step audited is the step run ######################
 
-    step_fn = make_step(config, mesh, FLAGS.microbatches, tx).lower(state, tokens).compile()
+    step_fn = make_step(config, mesh, FLAGS.microbatches, tx).lower(state, load_batch(0)).compile()
     report = audit.collectives(step_fn, mesh=mesh)
     print(f"\nwhat one step communicates:\n{report}", flush=True)
     audit.assert_one_reduction(step_fn, axis_name=AXIS, mesh=mesh)
@@ -167,28 +200,9 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         },
     }
 
-    ########################################## The loop ###########################################
-
-    losses = []
-    step_tokens = FLAGS.global_batch * FLAGS.seq_len
     outputs.describe(run)
-    finished = time.monotonic()
-    # disable=None: the bar shows on a terminal only.
-    for step in (bar := tqdm.tqdm(range(FLAGS.steps), unit="step", disable=None)):
-        state, loss = step_fn(state, tokens)
-        # The devices work by themselves now: prepare the next batch, then ask for the loss.
-        if step + 1 < FLAGS.steps:
-            tokens = load_batch(step + 1)
-        losses.append(float(loss))
-        started_step, finished = finished, time.monotonic()
-        if not math.isfinite(losses[-1]):
-            sys.exit(
-                f"train: the loss is {losses[-1]} at step {step}; lower --learning_rate. "
-                f"The steps before it are in {outputs.metrics_path}."
-            )
-        rate = step_tokens / (finished - started_step)
-        outputs.log(step=step, loss=losses[-1], tokens_per_second=rate)
-        bar.set_postfix(loss=f"{losses[-1]:.3f}", tokens_per_second=f"{rate:,.0f}")
+    tokens_a_step = FLAGS.global_batch * FLAGS.seq_len
+    losses = run_steps(step_fn, state, load_batch, FLAGS.steps, tokens_a_step, outputs)
 
     ######################################## The end ##########################################
 

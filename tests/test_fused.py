@@ -44,7 +44,9 @@ def loss_of(program):
     return loss_fn
 
 
-def compare(program, params=None, *, mesh=None, weighted=False, tolerance="float32", **options):
+def assert_equal_gradients(
+    program, params=None, *, mesh=None, weighted=False, tolerance="float32", **options
+):
     """Asserts the fused gradients equal to the by-value ones and to those of one full batch."""
     params = make_params() if params is None else params
     loss_fn = loss_of(program)
@@ -157,7 +159,7 @@ def test_a_layer_that_reaches_a_call_twice(name):
     def program(p, x):
         return lax.scan(lambda h, w: (jnp.tanh(h @ TWICE[name](w, w)), None), x, p["w"])[0]
 
-    compare(program)
+    assert_equal_gradients(program)
 
 
 @pytest.mark.parametrize("name", TWICE)
@@ -170,7 +172,7 @@ def test_a_parameter_that_reaches_a_call_twice(name):
     rng = np.random.default_rng(2)
     params = {n: jnp.asarray(rng.normal(size=s) / 2, jnp.float32) for n, s in
               {"m": (D, D), "w": (L, D, D)}.items()}  # fmt: skip
-    compare(program, params)
+    assert_equal_gradients(program, params)
     assert in_place(program, params) == 0
 
 
@@ -205,7 +207,9 @@ JVP_RULES = {
 def test_a_rule_that_uses_its_tangent_twice(name):
     """Nothing in the program before differentiation shows it."""
     fun = JVP_RULES[name]
-    compare(lambda p, x: lax.scan(lambda h, w: (jnp.tanh(h @ fun(w)), None), x, p["w"])[0])
+    assert_equal_gradients(
+        lambda p, x: lax.scan(lambda h, w: (jnp.tanh(h @ fun(w)), None), x, p["w"])[0]
+    )
 
 
 # --- What else a layer can do with its parameters ------------------------------------------------
@@ -270,11 +274,11 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_use_inside_the_layer(name):
-    compare(per_layer(LAYERS[name]))
+    assert_equal_gradients(per_layer(LAYERS[name]))
 
 
 def test_a_stack_that_is_scanned_but_not_used():
-    compare(per_layer(lambda h, w, unused: jnp.tanh(h @ w), ("w", "v")))
+    assert_equal_gradients(per_layer(lambda h, w, unused: jnp.tanh(h @ w), ("w", "v")))
 
 
 def test_layers_that_are_also_the_outputs_of_their_scan():
@@ -282,7 +286,7 @@ def test_layers_that_are_also_the_outputs_of_their_scan():
         h, ws = lax.scan(lambda h, w: (jnp.tanh(h @ w), (w, w)), x, p["w"])
         return h @ jitted(*(w[0] for w in ws)) @ jitted(ws[0][1], p["w"][1])
 
-    compare(program)
+    assert_equal_gradients(program)
 
 
 def test_a_layer_that_becomes_the_carry():
@@ -290,7 +294,7 @@ def test_a_layer_that_becomes_the_carry():
         _, hs = lax.scan(lambda before, w: (w, x @ jitted(before, w)), jnp.eye(D), p["w"])
         return jnp.sum(hs, axis=0)
 
-    compare(program)
+    assert_equal_gradients(program)
 
 
 # --- What a program can do with a stack ----------------------------------------------------------
@@ -428,7 +432,7 @@ TIED[0].__name__ = "jit_twice"
 @pytest.mark.parametrize("program", TIED, ids=lambda f: f.__name__)
 def test_a_stack_with_another_use_goes_by_value(program):
     params = {"w": make_params()["w"]}
-    compare(program, params)
+    assert_equal_gradients(program, params)
     assert in_place(program, params) == 0
 
 
@@ -445,7 +449,7 @@ OTHER = [
 
 @pytest.mark.parametrize("program", OTHER, ids=lambda f: f.__name__)
 def test_other_uses_of_a_stack(program):
-    compare(program)
+    assert_equal_gradients(program)
 
 
 # --- Where it is taken ---------------------------------------------------------------------------
@@ -493,13 +497,13 @@ PLAIN = {
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_plain_stack_is_accumulated_in_place(name):
     program, leaves = PLAIN[name]
-    compare(program)
+    assert_equal_gradients(program)
     assert in_place(program) == leaves
     assert in_place(program, fused=False) == 0
 
 
 def test_a_cast_inside_the_layer_keeps_it_in_place():
-    compare(cast_inside, tolerance="bfloat16")
+    assert_equal_gradients(cast_inside, tolerance="bfloat16")
     assert in_place(cast_inside) == 1
 
 
@@ -508,26 +512,26 @@ def test_bfloat16_parameters_go_by_value():
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), make_params())
     outside = lambda p, x: stack(x, p["w"].astype(jnp.float32))  # noqa: E731
     for program in (cast_inside, outside):
-        compare(program, params, tolerance="bfloat16")
+        assert_equal_gradients(program, params, tolerance="bfloat16")
         assert in_place(program, params) == 0
 
 
 def test_a_cast_of_the_stack_before_its_scan():
     program = lambda p, x: stack(x.astype(jnp.bfloat16), p["w"].astype(jnp.bfloat16))  # noqa: E731
-    compare(lambda p, x: program(p, x).astype(jnp.float32), tolerance="bfloat16")
+    assert_equal_gradients(lambda p, x: program(p, x).astype(jnp.float32), tolerance="bfloat16")
 
 
 def test_an_accumulator_as_narrow_as_the_parameter_is_in_place():
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), make_params())
     program = lambda p, x: stack(x.astype(jnp.bfloat16), p["w"]).astype(jnp.float32)  # noqa: E731
-    compare(program, params, tolerance="bfloat16", accumulator_dtype=jnp.bfloat16)
+    assert_equal_gradients(program, params, tolerance="bfloat16", accumulator_dtype=jnp.bfloat16)
     assert in_place(program, params, accumulator_dtype=jnp.bfloat16) == 1
 
 
 def test_a_complex_stack():
     params = {"w": make_params()["w"] * (1 + 0.5j)}
     program = lambda p, x: jnp.abs(per_layer(lambda h, w: h @ w)(p, x + 0j))  # noqa: E731
-    compare(program, params, tolerance="complex64")
+    assert_equal_gradients(program, params, tolerance="complex64")
     assert in_place(program, params) == 1
 
 
@@ -581,7 +585,7 @@ def test_options(name, options):
     options = dict(OPTIONS[options])
     if "mesh" in options:
         options["mesh"] = helpers.data_mesh(options["mesh"])
-    compare(SOME[name], **options)
+    assert_equal_gradients(SOME[name], **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"loss_reduction": "sum"}], ids=str)
@@ -666,4 +670,4 @@ def test_random_programs(program, wrapper, regularised, weighted):
 
     rng = np.random.default_rng(3)
     params = {n: jnp.asarray(rng.normal(size=(L, D, D)) / 2, jnp.float32) for n in STACKS}
-    compare(WRAPPERS[wrapper](run), params, weighted=weighted)
+    assert_equal_gradients(WRAPPERS[wrapper](run), params, weighted=weighted)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import collections
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jax.ref import AbstractRef
 
 # These read a slice of their operand, and before jax 0.12 cannot add a cotangent into a ref.
 _SLICES = ("slice", "dynamic_slice")
+# Calls whose transpose takes the cotangents of its operands by value, one by one.
+_BY_VALUE = ("remat2", "checkpoint", "custom_vjp_call")
 # These name an axis without communicating over it.
 _SILENT = ("axis_index", "pvary", "pcast")
 
@@ -37,52 +41,107 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(inner)
 
 
-def _uses(jaxpr: Any, var: Any) -> list[tuple[Any, int]]:
-    return [(eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.invars) if v is var]
+def in_place_inputs(jaxpr: Any, wanted: Sequence[int], by_value: Sequence[int]) -> list[int]:
+    """Returns the inputs whose cotangents may be added into a ref inside the backward pass.
 
+    These are stacks of layers: their only use, through nested jits, is once as xs of one scan.
+    There it is worth it, and right if in addition
 
-def is_scanned_once(jaxpr: Any, var: Any) -> bool:
-    """True if the only use of `var` is once as the xs of one scan.
-
-    This is the pattern (a stack of layers) for which adding cotangents into a ref inside the
-    backward pass is both right and worth it. A value that reaches one call twice must not: in
-    jax 0.10 its two cotangents overwrite each other, silently. So the slices of `var` may not
-    reach any call of the scan's body twice either.
+    - none of the input's slices reaches a call of the scan's body twice (before jax 0.12 the two
+      cotangents overwrite each other), nor a branch or a slice of its own in there, and a scan
+      only as a stack of layers again;
+    - every other xs of the scan that has a cotangent is added in place too (before jax 0.12 the
+      cotangents of refs and of values among them change places).
 
     Args:
       jaxpr: the program, before differentiation.
-      var: one of its input variables.
+      wanted: the indices of the inputs that are differentiated.
+      by_value: those of them that have to go by value for another reason.
     """
     jaxpr = open_jaxpr(jaxpr)
-    uses = _uses(jaxpr, var)
-    if len(uses) != 1 or any(v is var for v in jaxpr.outvars):
-        return False
-    eqn, i = uses[0]
-    if eqn.primitive.name in ("jit", "pjit"):
-        inner = open_jaxpr(eqn.params["jaxpr"])
-        return is_scanned_once(inner, inner.invars[i])
-    if eqn.primitive.name == "scan":
-        body = open_jaxpr(eqn.params["jaxpr"])
-        # Constants and carries enter the body whole; xs lose their leading axis.
-        is_xs = body.invars[i].aval.ndim == var.aval.ndim - 1
-        return is_xs and _reaches_no_call_twice(body, body.invars[i])
-    return False
+    active = {jaxpr.invars[i] for i in wanted}
+    refs = active - {jaxpr.invars[i] for i in by_value}
+    while (safe := _safe_refs(jaxpr, refs, active)) != refs:
+        refs = safe
+    return [i for i in wanted if jaxpr.invars[i] in refs]
 
 
-def _reaches_no_call_twice(jaxpr: Any, var: Any) -> bool:
+def _safe_refs(jaxpr: Any, refs: set[Any], active: set[Any]) -> set[Any]:
+    """Returns those of the input variables `refs` that are safe if all of them are refs.
+
+    `active` are the inputs that have a cotangent.
+    """
+    active = set(active)
+    uses: dict[Any, int] = collections.Counter(v for v in jaxpr.outvars if _is_variable(v))
+    for eqn in jaxpr.eqns:
+        variables = [v for v in eqn.invars if _is_variable(v)]
+        uses.update(variables)
+        if active.intersection(variables):
+            active.update(eqn.outvars)
+    safe = set()
+    for eqn in jaxpr.eqns:
+        at = [i for i, v in enumerate(eqn.invars) if _is_variable(v) and v in refs and uses[v] == 1]
+        if at and eqn.primitive.name in ("jit", "pjit"):
+            safe.update(_safe_in_jit(eqn, at, active))
+        elif at and eqn.primitive.name == "scan":
+            safe.update(_safe_in_scan(eqn, at, active))
+    return safe
+
+
+def _safe_in_jit(eqn: Any, at: Sequence[int], active: set[Any]) -> set[Any]:
+    inner = open_jaxpr(eqn.params["jaxpr"])
+    inner_active = {
+        inside
+        for inside, v in zip(inner.invars, eqn.invars, strict=True)
+        if _is_variable(v) and v in active
+    }
+    safe = _safe_refs(inner, {inner.invars[i] for i in at}, inner_active)
+    return {eqn.invars[i] for i in at if inner.invars[i] in safe}
+
+
+def _safe_in_scan(eqn: Any, at: Sequence[int], active: set[Any]) -> set[Any]:
+    body = open_jaxpr(eqn.params["jaxpr"])
+    # Constants and carries enter the body whole; xs lose their leading axis.
+    xs = [
+        i
+        for i, (inside, v) in enumerate(zip(body.invars, eqn.invars, strict=True))
+        if inside.aval.ndim == v.aval.ndim - 1
+    ]
+    with_cotangent = [
+        i
+        for i in xs
+        if _is_variable(eqn.invars[i])
+        and eqn.invars[i] in active
+        and jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.inexact)
+    ]
+    # A slice may be a stack of layers itself; whatever enters the body may have a cotangent.
+    stacks = _safe_refs(body, {body.invars[i] for i in at}, set(body.invars))
+    in_place = [
+        i
+        for i in at
+        if i in xs and (body.invars[i] in stacks or _is_plainly_used(body, body.invars[i]))
+    ]
+    return {eqn.invars[i] for i in in_place} if in_place == with_cotangent else set()
+
+
+def _is_variable(v: Any) -> bool:
+    return not isinstance(v, jex_core.Literal)
+
+
+def _is_plainly_used(jaxpr: Any, var: Any) -> bool:
+    """True if `var` reaches arithmetic, and calls at most once each."""
     for eqn in jaxpr.eqns:
         at = [i for i, v in enumerate(eqn.invars) if v is var]
         if not at:
             continue
         if eqn.primitive.name in _SLICES:
             return False
-        inner = sub_jaxprs(eqn)
-        if not inner:
+        if not sub_jaxprs(eqn) or eqn.primitive.name in _BY_VALUE:
             continue
-        # One call, operands in the order of its inputs (jit, scan, remat, custom_jvp): look inside.
-        if len(at) > 1 or len(inner) > 1 or len(inner[0].invars) != len(eqn.invars):
+        if len(at) > 1 or eqn.primitive.name not in ("jit", "pjit"):
             return False
-        if not _reaches_no_call_twice(inner[0], inner[0].invars[at[0]]):
+        inner = open_jaxpr(eqn.params["jaxpr"])
+        if not _is_plainly_used(inner, inner.invars[at[0]]):
             return False
     return True
 

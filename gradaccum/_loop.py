@@ -75,14 +75,14 @@ class Loop:
         """Returns the leaves whose cotangents may be added in place, inside the backward pass."""
         if not self.fused or (self.weight is not None and not self.seeds_exactly):
             return []
-        jaxpr = _jaxpr.open_jaxpr(self.loss)
-        return [
+        by_value = [
             i
             for i in self.wanted
-            if self.roles[i] is Role.BROADCAST
-            and self.dtypes[i] == self.loss.in_avals[i].dtype != jnp.float16
-            and _jaxpr.is_scanned_once(jaxpr, jaxpr.invars[i])
+            if self.roles[i] is not Role.BROADCAST
+            or self.dtypes[i] != self.loss.in_avals[i].dtype
+            or self.dtypes[i] == jnp.float16
         ]
+        return _jaxpr.in_place_inputs(self.loss, self.wanted, by_value)
 
 
 class _NotInPlaceError(Exception):

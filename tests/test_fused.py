@@ -559,6 +559,71 @@ def test_temporary_memory_of_a_plain_stack_is_smaller_in_place():
     assert temporaries(True) <= temporaries(False) - 0.1 * params.nbytes
 
 
+# --- Values among the refs of one scan ------------------------------------------------------------
+
+
+def _two_stacks(x, first, second):
+    """The two have equal shapes: cotangents that change places are not noticed otherwise."""
+
+    def layer(h, ab):
+        return h + jnp.tanh(h @ ab[0] - 2 * h @ ab[1].T), None
+
+    return lax.scan(layer, x, (first, second))[0]
+
+
+def _computed(x):
+    """A stack that no parameter is, but that depends on one."""
+    return jnp.tanh(x)[None] * jnp.ones((L, 1, 1))
+
+
+AMONG_REFS = {
+    "tied_before": lambda p, x: _two_stacks(x, p["v"], p["w"]) + p["v"][0, :1],
+    "tied_after": lambda p, x: _two_stacks(x, p["v"], p["w"]) + p["w"][0, :1],
+    "tied_before_in_jit": lambda p, x: jax.jit(_two_stacks)(x, p["v"], p["w"]) + p["v"][0, :1],
+    "tied_inside_the_jit": lambda p, x: jax.jit(lambda v, w: _two_stacks(x, v, w) + v[0, :1])(
+        p["v"], p["w"]
+    ),
+    "cast_before": lambda p, x: _two_stacks(x, 2 * p["v"], p["w"]),
+    "cast_after": lambda p, x: _two_stacks(x, p["v"], 2 * p["w"]),
+    "computed_before": lambda p, x: _two_stacks(x, _computed(p["v"][0]), p["w"]),
+    "two_scans_one_shared": lambda p, x: _two_stacks(
+        _two_stacks(x, p["v"], p["w"]), p["v"], jnp.ones_like(p["w"])
+    ),
+    "inner_scan_constant": lambda p, x: lax.scan(
+        lambda h, w: (
+            lax.scan(lambda h, s: (h + jnp.tanh(h * s @ w), None), h, p["v"][0, 0, :2])[0],
+            None,
+        ),
+        x,
+        p["w"],
+    )[0],
+}
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["equal", "weighted"])
+@pytest.mark.parametrize("name", AMONG_REFS)
+def test_a_value_among_the_refs_of_one_scan(name, weighted):
+    assert_equal_gradients(AMONG_REFS[name], weighted=weighted)
+
+
+def test_a_narrow_stack_before_a_wide_one():
+    """The bfloat16 stack goes by value, so the float32 one beside it does too."""
+    params = make_params()
+    params = {"v": params["v"].astype(jnp.bfloat16), "w": params["w"]}
+
+    def program(p, x):
+        return _two_stacks(x, p["v"].astype(jnp.float32), p["w"])
+
+    def cast_inside(p, x):
+        def layer(h, ab):
+            return h + jnp.tanh(h @ ab[0].astype(jnp.float32) - 2 * h @ ab[1].T), None
+
+        return lax.scan(layer, x, (p["v"], p["w"]))[0]
+
+    for run in (program, cast_inside):
+        assert_equal_gradients(run, params, tolerance="bfloat16")
+
+
 # --- Together with the other options -------------------------------------------------------------
 
 SOME = {

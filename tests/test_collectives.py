@@ -157,7 +157,7 @@ def test_a_stack_of_layers_takes_one_accumulator():
         return sgd.lower(stack, x).compile().memory_analysis().temp_size_in_bytes / stack.nbytes
 
     assert temporary() <= 1.05
-    assert temporary(fused=False) >= 1.2
+    assert temporary() < temporary(fused=False)  # 1.03 on jaxlib 0.10.0, 1.2 later
 
 
 @pytest.mark.parametrize(

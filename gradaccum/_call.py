@@ -83,12 +83,10 @@ def _trace_loss(call: Call, axes: Sequence[str], sample: Sequence[Any]) -> tuple
         return [vary(jnp.asarray(x), axes) for x in (loss, *leaves)]
 
     program = jax.make_jaxpr(flat)(*sample)
-    axes = call.where.axis_names
-    found_collectives = _jaxpr.collectives_over(program, axes)
+    data_axes = call.where.axis_names
+    collectives = _jaxpr.collectives_over(program, data_axes)
     weighted = options.weight_fn is not None
-    warning = _checks.check_data_collectives(
-        found_collectives, axes, options.microbatches, weighted
-    )
+    warning = _checks.check_data_collectives(collectives, data_axes, options.microbatches, weighted)
     if warning:
         warnings.warn(warning, stacklevel=2)
     return program, *found

@@ -44,9 +44,6 @@ class DataMesh:
     manual: bool = False
     explicit_axes: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        return " * ".join(self.axis_names) or "no data axis"
-
 
 def axis_tuple(axis_name: AxisName | Unset | None) -> tuple[str, ...]:
     """Returns the axis names as a tuple, empty for None and unset."""

@@ -6,8 +6,8 @@ compiled program communicates.
 """
 
 from gradaccum import audit as audit
-from gradaccum._accumulate import Accumulated as Accumulated
 from gradaccum._accumulate import accumulate as accumulate
+from gradaccum._decorated import Accumulated as Accumulated
 from gradaccum._microbatch import pad_batch as pad_batch
 
 __all__ = ["Accumulated", "accumulate", "audit", "pad_batch"]

@@ -2,134 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from optax.microbatching import AccumulationType
 
-from gradaccum import _call, _checks
-from gradaccum._arguments import Arguments, Selection, flatten_call
-from gradaccum._mesh import UNSET, AxisName, Unset, check_axes, data_mesh
-from gradaccum._options import Call, Options
-
-
-class Accumulated:
-    """A loss function that runs in microbatches and takes one cross-device mean.
-
-    Made by `gradaccum.accumulate`. Call it, differentiate it and jit it as the function that it
-    wraps (`__wrapped__`).
-    """
-
-    def __init__(self, options: Options):
-        self._options = options
-        functools.update_wrapper(self, options.fun)
-
-    def __repr__(self) -> str:
-        fun = self._options.fun
-        name = getattr(fun, "__qualname__", type(fun).__name__)
-        return f"<gradaccum.accumulate({name}, microbatches={self._options.microbatches})>"
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else _Method(self, instance)
-
-    def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Call, list[Any]]:
-        options = self._options
-        where = data_mesh(_checks.API, options.axis_name, options.mesh)
-        form, arrays = flatten_call(args, kwargs, options.batch, options.keys)
-        return Call(options, form, where), arrays
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call, arrays = self._prepare(args, kwargs)
-        loss, aux = _call.differentiable(call, *arrays)
-        return (loss, aux) if self._options.has_aux else loss
-
-    def value_and_grad(self, argnums: int | Sequence[int] = 0) -> Callable[..., Any]:
-        """Return the function that computes the loss and its gradients, without a `custom_vjp`.
-
-        The same values as `jax.value_and_grad(loss_fn, argnums, has_aux)`, which rather takes
-        them through the rule of differentiation of the decorated loss.
-
-        Args:
-          argnums: the positional argument or arguments to differentiate.
-
-        Returns:
-          A function of the loss's own arguments, to `(loss, grads)`, or `((loss, aux), grads)`
-          with `has_aux`; grads has the structure of the argument, or is a tuple of such.
-
-        Raises:
-          TypeError: a differentiated leaf is no real or complex array; as `jax.value_and_grad`.
-
-        Cost:
-          As `gradaccum.accumulate`.
-
-        Example:
-          >>> import jax.numpy as jnp, gradaccum
-          >>> loss_fn = lambda w, x: jnp.mean((w * x) ** 2)
-          >>> fun = gradaccum.accumulate(loss_fn, microbatches=2, axis_name=None)
-          >>> loss, grad = fun.value_and_grad()(3.0, jnp.array([1.0, 2.0]))
-          >>> float(loss), float(grad)
-          (22.5, 15.0)
-        """
-
-        @functools.wraps(self._options.fun)
-        def fun(*args: Any, **kwargs: Any) -> Any:
-            nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-            nums = tuple(i + len(args) if i < 0 else i for i in nums)
-            if any(not 0 <= i < len(args) for i in nums):
-                raise TypeError(
-                    f"{_checks.API}: value_and_grad(argnums={argnums}) of a call with "
-                    f"{len(args)} positional arguments. Give the differentiated ones by position."
-                )
-            args = tuple(_as_arrays(a) if i in nums else a for i, a in enumerate(args))
-            call, arrays = self._prepare(args, kwargs)
-            wanted = _differentiated(call.form, args, nums)
-            call = dataclasses.replace(call, differentiated=wanted)
-            loss, aux, grads = _call.run(call, arrays)
-            trees = call.form.trees_of(grads)
-            picked = tuple(trees[i] for i in nums)
-            value = (loss, aux) if self._options.has_aux else loss
-            return value, picked[0] if isinstance(argnums, int) else picked
-
-        return fun
-
-
-@dataclasses.dataclass(frozen=True)
-class _Method:
-    """A decorated method of an instance, which is the function's argument 0."""
-
-    function: Accumulated
-    instance: Any
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self.instance, *args, **kwargs)
-
-    def value_and_grad(self, argnums: int | Sequence[int] = 0) -> Callable[..., Any]:
-        """As `Accumulated.value_and_grad`; positions are those of the method's own arguments."""
-        one = isinstance(argnums, int)
-        nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        shifted = tuple(i + 1 if i >= 0 else i for i in nums)
-        fun = self.function.value_and_grad(shifted[0] if one else shifted)
-        return functools.partial(fun, self.instance)
-
-
-def _as_arrays(tree: Any) -> Any:
-    """Makes arrays of Python floats, which are static elsewhere but have a gradient."""
-    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, float | complex) else x, tree)
-
-
-def _differentiated(form: Arguments, args: Sequence[Any], nums: Sequence[int]) -> tuple[bool, ...]:
-    """Returns which array leaves are in the arguments `nums`; all leaves there must be floats."""
-    for i in nums:
-        keyed, _ = jax.tree_util.tree_flatten_with_path(args[i])
-        for path, x in keyed:
-            _checks.check_differentiable(f"args[{i}]{jax.tree_util.keystr(path)}", x)
-    return tuple(owner in nums for owner in form.owners())
+from gradaccum import _checks
+from gradaccum._arguments import Selection
+from gradaccum._decorated import Accumulated
+from gradaccum._mesh import UNSET, AxisName, Unset, check_axes
+from gradaccum._options import Options
+from gradaccum._specs import Specs
 
 
 def accumulate(
@@ -146,8 +33,11 @@ def accumulate(
     weight_fn: Callable[..., Any] | None = None,
     key_argnums: int | Sequence[int] | Unset = UNSET,
     key_argnames: str | Sequence[str] | Unset = UNSET,
+    in_specs: Any = None,
+    grad_specs: Any = None,
     accumulator_dtype: DTypeLike | None = None,
     reduce_dtype: DTypeLike | None = None,
+    check_vma: bool = False,
     fused: bool = True,
     overlap: bool = False,
     unroll: int = 1,
@@ -203,9 +93,25 @@ def accumulate(
         `device * k + i` is folded. A typed key that is not named is an error, a raw one cannot be
         told from data. `()`: the keys are meant to be shared.
       key_argnames: the same, by keyword.
+      in_specs: how the arguments lie on the mesh, as `jax.shard_map` takes it: a tuple with one
+        `PartitionSpec`, or pytree prefix of them, per positional argument (None, or left out at the
+        end: the default, batch over the data axes, all else replicated). A *data* axis on a
+        parameter's dimension (FSDP): that leaf is gathered once before the loop, its gradient
+        reduce-scattered once after it. A *model* axis named here is manual inside `fun`, which sees
+        its device's shard and communicates through `gradaccum.tensor_parallel`; on a dimension
+        that has both, the model axis comes first. Model axes that are not named stay automatic.
+      grad_specs: how the gradients are to lie, the same form; default as `in_specs`. A data axis
+        that `in_specs` does not name for the leaf (ZeRO-1 and 2): one reduce-scatter instead of
+        the all-reduce. Data axes not named are summed after it, on the shard (HSDP). An
+        *automatic* model axis named here says where the leaf is split over it already: give these
+        if you have them, see Cost. On Explicit axes, where a cotangent lies as its primal does,
+        use `.value_and_grad`.
       accumulator_dtype: of the gradient sums; default float32, or the gradient's own if wider.
         Gradients return in their parameter's dtype, cast after the mean.
       reduce_dtype: of the gradients on the wire, e.g. bfloat16; default the accumulator's.
+      check_vma: as in `jax.shard_map`. False: any loss; but `psum`, `pmean` and `all_gather` over a
+        manual model axis, where the loss is differentiated through them, are refused (their
+        transpose would be wrong). True: they are right, and the loss must type-check.
       fused: add gradients in place, inside the backward pass, for parameters that are scanned
         over as a stack of layers. False: by value throughout, same values; `jax.vmap` of its
         gradient, second derivatives, and differentiating through a `lax.scan` that holds it need
@@ -227,6 +133,12 @@ def accumulate(
       parameters' bytes in `reduce_dtype` plus loss, weight and aux. Memory: one accumulator of
       the differentiated parameters, and one microbatch's gradient of those that are not scanned
       over once in their accumulator's dtype. Program size does not depend on k (x2 with `overlap`).
+      With specs that name data axes: one all-gather a call of each leaf that `in_specs` splits, one
+      reduce-scatter of each gradient that is split, one all-reduce of what is left; the gathered
+      parameters and one full accumulator stay on each device during the call. Beside an automatic
+      model axis a gradient is reduce-scattered if the leaf's layout over that axis is known, from
+      its Explicit type or from `grad_specs`; else it is all-reduced and cut, still split over the
+      model axis, at twice the bytes on the wire (GPU and TPU compilers may merge the two).
 
     Example:
       >>> import jax, jax.numpy as jnp, gradaccum
@@ -244,14 +156,16 @@ def accumulate(
       Microbatching: `optax.microbatch`. Unreduced gradients: the JAX documentation of
       `jax.shard_map`.
     """
-    if not isinstance(fused, bool) or not isinstance(overlap, bool):
-        raise TypeError(f"{_checks.API}: fused is {fused!r}, overlap is {overlap!r}; give bools.")
+    _checks.check_bools(fused=fused, overlap=overlap, check_vma=check_vma)
     _checks.check_reduction(loss_reduction, weight_fn)
     _checks.check_accumulator(aux_accumulator, has_aux)
     _checks.check_axis_name(axis_name)
     if mesh is not None:
         _checks.check_mesh(mesh)
         check_axes(_checks.API, axis_name, mesh)
+    specs = Specs.of(_checks.API, "in_specs", in_specs)
+    gradient_specs = Specs.of(_checks.API, "grad_specs", grad_specs)
+    _checks.check_spec_axes((specs, gradient_specs), axis_name, mesh)
     keyed = key_argnums is not UNSET or key_argnames is not UNSET
     aux_leaves, aux_tree = jax.tree.flatten(aux_accumulator)
     make = functools.partial(
@@ -264,8 +178,11 @@ def accumulate(
         aux_tree=aux_tree,
         loss_reduction=loss_reduction,
         weight_fn=weight_fn,
+        in_specs=specs,
+        grad_specs=gradient_specs,
         accumulator_dtype=_checks.check_dtype("accumulator_dtype", accumulator_dtype),
         reduce_dtype=_checks.check_dtype("reduce_dtype", reduce_dtype),
+        check_vma=check_vma,
         fused=fused,
         overlap=overlap,
         unroll=_checks.check_count("unroll", unroll, "microbatches per iteration"),

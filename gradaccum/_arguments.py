@@ -196,6 +196,14 @@ class Arguments:
                 keyword[str(name)] = tree
         return [positional[i] for i in sorted(positional)], keyword
 
+    def positions(self, fun: Callable[..., Any]) -> list[int | None]:
+        """Returns each argument's position among the parameters of `fun`, None without one."""
+        params = positional_parameters(fun)
+        return [
+            name if isinstance(name, int) else params.index(name) if name in params else None
+            for name in self.names
+        ]
+
     def paths(self, fun: Callable[..., Any]) -> list[str]:
         """Returns for each array leaf its path for messages, such as `batch['tokens']`."""
         params = positional_parameters(fun)

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradaccum import _checks, _contracts, _jaxpr, _loop, _reduce
+from gradaccum import _checks, _contracts, _jaxpr, _loop, _loss_checks, _reduce
+from gradaccum._activity import differentiated_collectives
 from gradaccum._arguments import (
     Role,
     changed,
@@ -19,22 +20,18 @@ from gradaccum._arguments import (
     objects,
     positional_parameters,
 )
-from gradaccum._mesh import (
-    UNSET,
-    is_typed,
-    shard_over_data,
-    vary,
-    varying_axes,
-)
+from gradaccum._layout import Layouts, lay_out
+from gradaccum._mesh import UNSET, is_typed, vary, varying_axes
 from gradaccum._microbatch import split
 from gradaccum._options import Call
+from gradaccum._shard import explicit_as_auto, moved_gradients, shard_over_data
 
 
 def _labelled(call: Call, arrays: Sequence[Any], keep: Callable[[int], bool]) -> dict[str, Any]:
     return {p: arrays[i] for i, p in enumerate(call.form.paths(call.options.fun)) if keep(i)}
 
 
-def _check(call: Call, arrays: Sequence[Any]) -> None:
+def _check(call: Call, layouts: Layouts, arrays: Sequence[Any]) -> None:
     """Checks the arrays' global shapes and the call's form, before anything is computed."""
     options, form, where = call.options, call.form, call.where
     roles, owners = form.roles, form.owners()
@@ -59,10 +56,19 @@ def _check(call: Call, arrays: Sequence[Any]) -> None:
         exempt = {owners[i] for i, d in enumerate(call.differentiated) if d}
 
     def forgotten(i: int) -> bool:
-        whole = roles[i] is Role.BROADCAST and owners[i] not in exempt
+        meant = owners[i] in exempt or layouts.leaves[i].given
+        whole = roles[i] is Role.BROADCAST and not meant
         return whole and arrays[i].ndim > 0 and arrays[i].shape[0] == size
 
     _checks.check_forgotten(_labelled(call, arrays, forgotten), size)
+
+
+def _check_cotangents(call: Call, layouts: Layouts, arrays: Sequence[Any]) -> None:
+    """Checks that the gradients can be cotangents, where they are to be."""
+    if call.cotangents and call.differentiated is not None:
+        moved = dict(moved_gradients(arrays, layouts, call.where, call.differentiated))
+        leaves = _labelled(call, arrays, lambda i: i in moved)
+        _loss_checks.check_cotangents(leaves, list(moved.values()), call.where.manual)
 
 
 def _trace_loss(call: Call, axes: Sequence[str], sample: Sequence[Any]) -> tuple[Any, Any, Any]:
@@ -75,21 +81,41 @@ def _trace_loss(call: Call, axes: Sequence[str], sample: Sequence[Any]) -> tuple
         watched = objects((args, kwargs))
         before = [jax.tree.leaves(x) for x in watched]
         output = options.fun(*args, **kwargs)
-        _checks.check_unchanged(changed(watched, before))
-        loss, aux = _checks.split_output(output, options.has_aux)
+        _loss_checks.check_unchanged(changed(watched, before))
+        loss, aux = _loss_checks.split_output(output, options.has_aux)
         accumulator = jax.tree.unflatten(options.aux_tree, options.aux_leaves)
         leaves, tree = jax.tree.flatten(aux)
-        found.extend([tree, _checks.aux_types(accumulator, aux) if options.has_aux else []])
+        found.extend([tree, _loss_checks.aux_types(accumulator, aux) if options.has_aux else []])
         return [vary(jnp.asarray(x), axes) for x in (loss, *leaves)]
 
     program = jax.make_jaxpr(flat)(*sample)
     data_axes = call.where.axis_names
+    _check_model_collectives(call, axes, program)
     collectives = _jaxpr.collectives_over(program, data_axes)
     weighted = options.weight_fn is not None
-    warning = _checks.check_data_collectives(collectives, data_axes, options.microbatches, weighted)
+    warning = _loss_checks.check_data_collectives(
+        collectives, data_axes, options.microbatches, weighted
+    )
     if warning:
         warnings.warn(warning, stacklevel=2)
     return program, *found
+
+
+def _check_model_collectives(call: Call, typed: Sequence[str], program: Any) -> None:
+    """Checks what the traced loss does with the model axes that are manual here."""
+    data_axes = call.where.axis_names
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    model = tuple(a for a in manual if a not in data_axes)
+    if not data_axes or not model:
+        return
+    if typed and not call.where.manual:
+        kinds = [getattr(x, "manual_axis_type", None) for x in program.out_avals]
+        varying = [a for kind in kinds if kind is not None for a in kind.varying if a in model]
+        _loss_checks.check_invariant(sorted(set(varying)))
+    elif not typed and call.differentiated is not None:
+        live = [True] + [False] * (len(program.out_avals) - 1)
+        found = differentiated_collectives(program, call.differentiated, live, model)
+        _loss_checks.check_raw_collectives(found)
 
 
 def _trace_weight(call: Call, axes: Sequence[str], sample: Sequence[Any]) -> Any:
@@ -102,34 +128,35 @@ def _trace_weight(call: Call, axes: Sequence[str], sample: Sequence[Any]) -> Any
     def flat(*arrays: Any) -> jax.Array:
         args, kwargs = call.form.batch_arguments(options.fun, arrays)
         weight = weight_fn(*args, **kwargs)
-        _checks.check_weight(weight)
+        _loss_checks.check_weight(weight)
         return vary(jax.lax.stop_gradient(jnp.asarray(weight)), axes)
 
     program = jax.make_jaxpr(flat)(*sample)
     found = _jaxpr.collectives_over(program, call.where.axis_names)
-    _checks.check_weight_collectives(found, call.where.axis_names)
+    _loss_checks.check_weight_collectives(found, call.where.axis_names)
     return program
 
 
-def _local(call: Call, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
+def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
     """Accumulates this device's microbatches and takes the one mean.
 
     Returns:
-      "shared": loss, aux and gradients that are the same on all data devices; "rows": those that
-      are split over them like the batch. `found` receives aux's tree.
+      "shared": loss and aux that are the same on all data devices; "rows": aux that is split over
+      them like the batch; "grads": each leaf's, as it is laid out. `found` receives aux's tree.
     """
     options, where, roles = call.options, call.where, call.form.roles
     k = options.microbatches
-    typed = where.axis_names if where.manual and is_typed(where.axis_names) else ()
+    typed = where.axis_names if is_typed(where.axis_names) else ()
     leaves = [x if is_key(x) else vary(x, typed) for x in arrays]
     replicated = where.manual and not typed and not options.fused
     if replicated:
         leaves = [
-            _reduce.from_replicated(x, where.axis_names)
+            _reduce.from_replicated(x, layout.replicated(where.axis_names))
             if role is Role.BROADCAST and jnp.issubdtype(x.dtype, jnp.inexact)
             else x
-            for role, x in zip(roles, leaves, strict=True)
+            for role, layout, x in zip(roles, layouts.leaves, leaves, strict=True)
         ]
+    leaves = [_reduce.gather(x, a) for x, a in zip(leaves, layouts.leaves, strict=True)]
     rows = [i for i, role in enumerate(roles) if role is Role.BATCH]
     size = leaves[rows[0]].shape[0]
     for i in rows:
@@ -155,8 +182,8 @@ def _local(call: Call, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
         unroll=options.unroll,
     )
     device = jax.lax.axis_index(where.axis_names) if where.axis_names else 0
-    sums, own = _loop.accumulate(loop, leaves, device * k)
-    total = _reduce.all_reduce_sum(sums, where, options.reduce_dtype, replicated=replicated)
+    sums, own = _loop.accumulate(loop, leaves, device * k, typed)
+    total = _reduce.reduce_sum(sums, where, layouts, options.reduce_dtype, replicated=replicated)
     total, own = _reduce.normalise(
         total,
         own,
@@ -165,16 +192,14 @@ def _local(call: Call, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
         count=k * where.size,
     )
     aux_dtypes = [x.dtype for x in program.out_avals[1:]]
+    grads = [a if b is None else b for a, b in zip(total.grads, own.grads, strict=True)]
     return {
         "shared": {
             "loss": total.loss.astype(loop.loss_dtype),
             "aux": [_cast_aux(x, d) for x, d in zip(total.aux, aux_dtypes, strict=True)],
-            "grads": [_like(g, x) for g, x in zip(total.grads, arrays, strict=True)],
         },
-        "rows": {
-            "aux": own.aux,
-            "grads": [_like(g, x) for g, x in zip(own.grads, arrays, strict=True)],
-        },
+        "rows": own.aux,
+        "grads": [_like(g, x) for g, x in zip(grads, arrays, strict=True)],
     }
 
 
@@ -189,18 +214,29 @@ def _cast_aux(x: Any, dtype: Any) -> Any:
 
 def _run(call: Call, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
     """Returns loss, aux and each array leaf's gradient (None where not wanted)."""
-    _check(call, arrays)
+    options = call.options
+    call = dataclasses.replace(call, where=explicit_as_auto(call.where, arrays))
+    specs = (options.in_specs, options.grad_specs)
+    layouts = lay_out(_checks.API, specs, call.form, options.fun, call.where, arrays)
+    _check(call, layouts, arrays)
+    _check_cotangents(call, layouts, arrays)
     found: list[Any] = []
-    rows = [role is Role.BATCH for role in call.form.roles]
     wanted = call.differentiated or (False,) * len(arrays)
-    out = shard_over_data(functools.partial(_local, call, found), call.where, arrays, rows, wanted)
-    aux, grads = (
-        [b if a is None else a for a, b in zip(out["shared"][n], out["rows"][n], strict=True)]
-        for n in ("aux", "grads")
+    out = shard_over_data(
+        functools.partial(_local, call, layouts, found),
+        call.where,
+        layouts,
+        arrays,
+        wanted,
+        check_vma=options.check_vma,
+        differentiable=not options.fused,
     )
-    found_grads = [(g, x) for g, x in zip(grads, arrays, strict=True) if g is not None]
-    _contracts.check_gradients([g for g, _ in found_grads], [x for _, x in found_grads])
-    return out["shared"]["loss"], jax.tree.unflatten(found[0], aux), grads
+    shared, grads = out["shared"], out["grads"]
+    aux = [b if a is None else a for a, b in zip(shared["aux"], out["rows"], strict=True)]
+    if not call.where.manual:
+        some = [(g, x) for g, x in zip(grads, arrays, strict=True) if g is not None]
+        _contracts.check_gradients([g for g, _ in some], [x for _, x in some])
+    return shared["loss"], jax.tree.unflatten(found[0], aux), grads
 
 
 _run_cached = jax.jit(_run, static_argnums=0)
@@ -227,7 +263,8 @@ def _fwd(call: Call, *primals: Any) -> tuple[Any, list[Any]]:
         bool(p.perturbed) and bool(jnp.issubdtype(p.value.dtype, jnp.inexact)) for p in primals
     )
     loss, aux, grads = run(
-        dataclasses.replace(call, differentiated=wanted), [p.value for p in primals]
+        dataclasses.replace(call, differentiated=wanted, cotangents=True),
+        [p.value for p in primals],
     )
     return (loss, aux), grads
 
@@ -237,7 +274,7 @@ def _bwd(call: Call, grads: list[Any], cotangents: Any) -> tuple[Any, ...]:
     zero = jax.custom_derivatives.SymbolicZero
     for ct in jax.tree.leaves(aux_ct, is_leaf=lambda x: isinstance(x, zero)):
         if not isinstance(ct, zero) and ct.dtype != jax.dtypes.float0:
-            _checks.raise_aux_differentiated()
+            _loss_checks.raise_aux_differentiated()
     if isinstance(loss_ct, zero):
         return (None,) * len(grads)
     loss_ct = jnp.asarray(loss_ct)  # `jax.vjp` passes on a Python float as it is

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numbers
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 from jax.sharding import AbstractMesh, Mesh
 from optax.microbatching import AccumulationType
 
-from gradaccum._mesh import Unset
+from gradaccum._mesh import Unset, describe
+from gradaccum._specs import Specs
 
 API = "accumulate"
 
@@ -25,6 +25,15 @@ def check_count(name: str, value: Any, unit: str) -> int:
     if value < 1:
         raise ValueError(f"{API}: {name} is {value}; it must be >= 1, {unit}.")
     return operator.index(value)
+
+
+def check_bools(**flags: Any) -> None:
+    """Raises TypeError unless all are bools."""
+    bad = ", ".join(
+        f"{name} is {value!r}" for name, value in flags.items() if not isinstance(value, bool)
+    )
+    if bad:
+        raise TypeError(f"{API}: {bad}; it must be a bool.")
 
 
 def check_dtype(name: str, value: Any) -> Any:
@@ -71,6 +80,22 @@ def check_mesh(mesh: Any) -> None:
         raise TypeError(
             f"{API}: mesh is {mesh!r}; it must be a jax.sharding.Mesh, as jax.make_mesh makes it."
         )
+
+
+def check_spec_axes(specs: Sequence[Specs], axis_name: Any, mesh: Any) -> None:
+    """Raises ValueError for specs without data axes, or with an axis that the mesh has not."""
+    for given in specs:
+        if given.axes and axis_name is None:
+            raise ValueError(
+                f"{API}: {given.name} names {', '.join(map(repr, given.axes))}, but axis_name=None "
+                "means no mesh. Name a data axis (it may have size 1)."
+            )
+        unknown = [a for a in given.axes if mesh is not None and a not in mesh.axis_names]
+        if unknown:
+            raise ValueError(
+                f"{API}: {given.name} names {', '.join(map(repr, unknown))}, but the mesh's axes "
+                f"are {describe(mesh.shape.items())}."
+            )
 
 
 def check_reduction(loss_reduction: str, weight_fn: Any) -> None:
@@ -165,126 +190,6 @@ def check_forgotten(leaves: Mapping[str, Any], size: int) -> None:
             "batch_argnums or batch_argnames, so every microbatch would see all of it. Name its "
             "argument there; if all of it is what you mean, close over it instead."
         )
-
-
-def check_unchanged(classes: Sequence[str]) -> None:
-    """Raises ValueError if the loss changed arguments in place: the change would be lost."""
-    if classes:
-        raise ValueError(
-            f"{API}: the loss changed an argument in place, a {', '.join(classes)}: that change "
-            "(batch statistics, counts of a random stream) would be lost. Pass the state as an "
-            "argument and return it as aux. Of a Flax nnx module: graph, params, rest = "
-            "nnx.split(model, nnx.Param, ...) outside, nnx.merge(graph, params, rest) inside."
-        )
-
-
-def split_output(output: Any, has_aux: bool) -> tuple[Any, Any]:
-    """Returns `(loss, aux)` of what the loss function returned, or raises TypeError."""
-    aux = None
-    if has_aux:
-        if not isinstance(output, tuple | list) or len(output) != 2:
-            raise TypeError(
-                f"{API}: has_aux=True, but the loss function returned {_kind(output)} instead of "
-                "a pair (loss, aux)."
-            )
-        output, aux = output
-    elif isinstance(output, tuple | list):
-        raise TypeError(
-            f"{API}: the loss function returned {_kind(output)}; give has_aux=True if it is "
-            "(loss, aux), or return the loss alone."
-        )
-    shape, dtype = _shape_and_dtype(output)
-    if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.floating):
-        got = _kind(output) if shape is None else f"one of shape {shape} and dtype {dtype}"
-        raise TypeError(
-            f"{API}: the loss of a microbatch must be a real scalar, got {got}. Take its mean (or "
-            "its sum, with loss_reduction='sum') over the microbatch."
-        )
-    return output, aux
-
-
-def _shape_and_dtype(x: Any) -> tuple[Any, Any]:
-    return (jnp.shape(x), jnp.result_type(x)) if jex_core.valid_jaxtype(x) else (None, None)
-
-
-def _kind(output: Any) -> str:
-    if isinstance(output, jax.Array):
-        return f"an array of shape {output.shape} and dtype {output.dtype}"
-    name = type(output).__name__
-    return f"a {name} of {len(output)}" if isinstance(output, tuple | list) else f"a {name}"
-
-
-def check_weight(weight: Any) -> None:
-    """Raises TypeError if `weight_fn` did not return a real scalar."""
-    shape, dtype = _shape_and_dtype(weight)
-    if shape != () or jnp.issubdtype(dtype, jnp.complexfloating):
-        raise TypeError(
-            f"{API}: weight_fn must return one real scalar >= 0 a microbatch, got "
-            f"{_kind(weight)}. Sum it, e.g. mask.sum()."
-        )
-
-
-def aux_types(accumulator: Any, aux: Any) -> list[AccumulationType]:
-    """Returns the `AccumulationType` of each aux leaf, from a pytree prefix."""
-    types: list[AccumulationType] = []
-
-    def spread(kind: AccumulationType, part: Any) -> None:
-        types.extend([kind] * len(jax.tree.leaves(part)))
-
-    try:
-        jax.tree.map(spread, accumulator, aux)
-    except (ValueError, TypeError) as e:
-        raise ValueError(
-            f"{API}: aux_accumulator is not a prefix of aux: it is "
-            f"{jax.tree.structure(accumulator)}, aux is {jax.tree.structure(aux)}."
-        ) from e
-    means = (AccumulationType.MEAN, AccumulationType.RUNNING_MEAN)
-    keyed, _ = jax.tree_util.tree_flatten_with_path(aux)
-    bad = [
-        f"aux{jax.tree_util.keystr(path)} ({jnp.result_type(x)})"
-        for (path, x), kind in zip(keyed, types, strict=True)
-        if kind in means and not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    ]
-    if bad:
-        raise TypeError(
-            f"{API}: {', '.join(bad)} cannot be averaged. Give aux_accumulator SUM (exact for "
-            "integers) or CONCAT for it, or return it as a float."
-        )
-    return types
-
-
-def check_data_collectives(
-    names: Sequence[str], axis_names: Sequence[str], k: int, weighted: bool
-) -> str | None:
-    """Returns the warning for a loss that itself communicates over the data axes, if it does."""
-    if not names:
-        return None
-    axes = ", ".join(axis_names)
-    what = f"the loss communicates over the data axis {axes} ({', '.join(sorted(set(names)))})"
-    if weighted:
-        raise ValueError(
-            f"{API}: {what} and weight_fn is given: a device that skips a microbatch of weight 0 "
-            "would leave the others waiting. Drop one of them."
-        )
-    return f"{API}: {what}, which runs in every microbatch, {k} times a call. The result is right."
-
-
-def check_weight_collectives(names: Sequence[str], axis_names: Sequence[str]) -> None:
-    """Raises ValueError if `weight_fn` communicates over the data axes."""
-    if names:
-        raise ValueError(
-            f"{API}: weight_fn communicates over the data axis {', '.join(axis_names)} "
-            f"({', '.join(sorted(set(names)))}). Return this device's own count: the weights are "
-            "summed over devices with the gradients."
-        )
-
-
-def raise_aux_differentiated() -> NoReturn:
-    """Raises the TypeError for a cotangent that reaches aux."""
-    raise TypeError(
-        f"{API}: the auxiliary output was differentiated. Its gradient is not accumulated: make "
-        "it part of the loss, or jax.lax.stop_gradient it where it is used."
-    )
 
 
 def check_differentiable(path: str, x: Any) -> None:

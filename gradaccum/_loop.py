@@ -206,19 +206,21 @@ def _zeros(aval: Any) -> jax.Array:
     return vary(jnp.zeros(aval.shape, aval.dtype), kind.varying if kind is not None else ())
 
 
-def accumulate(loop: Loop, leaves: Sequence[Any], first_index: Any) -> tuple[Sums, Rows]:
+def accumulate(
+    loop: Loop, leaves: Sequence[Any], first_index: Any, axes: Sequence[str]
+) -> tuple[Sums, Rows]:
     """Runs the microbatches of one device, one after the other.
 
     Args:
       loop: the program.
       leaves: the array leaves, batch ones split, `[k, b, ...]`.
       first_index: int32 `[]`, the global index of this device's first microbatch.
+      axes: the data axes, where values are typed by what they vary over (`check_vma=True`).
 
     Returns:
       `(Sums, Rows)`, unreduced.
     """
     is_batch = [role is Role.BATCH for role in loop.roles]
-    axes = varying_axes(leaves[is_batch.index(True)])
 
     def microbatch(index: Any, batch: list[Any]) -> list[Any]:
         rows = iter(batch)

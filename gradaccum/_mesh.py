@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Final
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
 AxisName = str | tuple[str, ...]
 
@@ -35,6 +35,8 @@ class DataMesh:
       axis_names: the data axes, in the order of the batch's sharding; empty: no collective.
       size: n, the devices along them.
       manual: they are manual already, in an outer `jax.shard_map`.
+      sizes: all axes of the mesh, with their sizes.
+      manual_axes: those of an outer `jax.shard_map`.
       explicit_axes: the mesh's axes of type Explicit.
     """
 
@@ -42,6 +44,8 @@ class DataMesh:
     axis_names: tuple[str, ...] = ()
     size: int = 1
     manual: bool = False
+    sizes: tuple[tuple[str, int], ...] = ()
+    manual_axes: tuple[str, ...] = ()
     explicit_axes: tuple[str, ...] = ()
 
 
@@ -52,8 +56,13 @@ def axis_tuple(axis_name: AxisName | Unset | None) -> tuple[str, ...]:
     return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
 
+def describe(sizes: Iterable[tuple[str, int]]) -> str:
+    """Returns the axes of a mesh for a message: `(dp=4, mp=2)`."""
+    return "(" + ", ".join(f"{name}={size}" for name, size in sizes) + ")"
+
+
 def _describe(mesh: Mesh | AbstractMesh) -> str:
-    return "(" + ", ".join(f"{name}={size}" for name, size in mesh.shape.items()) + ")"
+    return describe(mesh.shape.items())
 
 
 def _abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
@@ -126,7 +135,15 @@ def data_mesh(
     types = zip(found.axis_names, found.axis_types, strict=True)
     explicit = tuple(name for name, kind in types if kind == jax.sharding.AxisType.Explicit)
     passed = None if found is context else found
-    return DataMesh(passed, axes, size, bool(manual), explicit)
+    return DataMesh(
+        mesh=passed,
+        axis_names=axes,
+        size=size,
+        manual=bool(manual),
+        sizes=tuple(found.shape.items()),
+        manual_axes=tuple(a for a in found.axis_names if a in context.manual_axes),
+        explicit_axes=explicit,
+    )
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -144,71 +161,3 @@ def vary(x: jax.Array, axis_names: Iterable[str]) -> jax.Array:
     """Casts `x` to vary over the axes too (`check_vma=True`); nothing to do otherwise."""
     missing = tuple(a for a in axis_names if a not in varying_axes(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-
-def shard_over_data(
-    local: Callable[..., Any],
-    where: DataMesh,
-    arrays: Sequence[jax.Array],
-    is_rows: Sequence[bool],
-    wanted: Sequence[bool],
-) -> Any:
-    """Runs `local` on each data device's part of the arrays; model axes stay as they are.
-
-    Args:
-      local: one device's arrays -> {"shared": {"loss", "aux", "grads"}, "rows": {"aux", "grads"}}:
-        what is the same on all data devices, and what is split over them along axis 0. The grads
-        are lists with one entry an array, None where there is none.
-      where: the data axes. With none, or manual ones, `local` is called as it is.
-      arrays: the global arrays.
-      is_rows: for each of them, whether it is split along axis 0.
-      wanted: for each of them, whether it has a gradient.
-
-    Returns:
-      What `local` returns, with global arrays.
-    """
-    if not where.axis_names or where.manual:
-        return local(*arrays)
-    where = _explicit_as_auto(where, arrays)
-    data, shared = PartitionSpec(where.axis_names), PartitionSpec()
-    over_data = jax.shard_map(
-        local,
-        mesh=None if where.explicit_axes else where.mesh,  # auto_axes sets its own context
-        in_specs=tuple(data if rows else shared for rows in is_rows),
-        out_specs={"shared": shared, "rows": data},
-        axis_names=set(where.axis_names),
-        check_vma=False,
-    )
-    if not where.explicit_axes:
-        return over_data(*arrays)
-
-    # Explicit axes are Auto inside; what comes out has the sharding of what went in.
-    def of(spec: PartitionSpec) -> Any:
-        return spec if where.mesh is None else NamedSharding(where.mesh, spec)
-
-    specs = [of(jax.typeof(x).sharding.spec) for x in arrays]
-    grads = {
-        kind: [
-            s if w and r is kind else None for s, w, r in zip(specs, wanted, is_rows, strict=True)
-        ]
-        for kind in (False, True)
-    }
-    out = {
-        "shared": {"loss": of(shared), "aux": of(shared), "grads": grads[False]},
-        "rows": {"aux": of(data), "grads": grads[True]},
-    }
-    auto = jax.sharding.auto_axes(over_data, axes=where.explicit_axes, out_sharding=out)
-    return auto(*arrays)
-
-
-def _explicit_as_auto(where: DataMesh, arrays: Sequence[jax.Array]) -> DataMesh:
-    """Takes Explicit axes of a mesh given by argument as Auto, if no array's type has them.
-
-    So arrays may come from the host or from an earlier call with `mesh=` alone: results typed on a
-    mesh that is in no context could not be used.
-    """
-    typed = any(jax.typeof(x).sharding.mesh.explicit_axes for x in arrays)
-    if typed or not where.explicit_axes or not isinstance(where.mesh, Mesh):
-        return where
-    mesh = Mesh(where.mesh.devices, where.mesh.axis_names)
-    return dataclasses.replace(where, mesh=mesh, explicit_axes=())

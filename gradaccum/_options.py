@@ -13,6 +13,7 @@ from optax.microbatching import AccumulationType
 from gradaccum._arguments import Arguments, Selection
 from gradaccum._mesh import AxisName, DataMesh, Unset
 from gradaccum._reduce import narrow
+from gradaccum._specs import Specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +31,11 @@ class Options:
     loss_reduction: str
     weight_fn: Callable[..., Any] | None
     keys: Selection | Unset
+    in_specs: Specs
+    grad_specs: Specs
     accumulator_dtype: Any
     reduce_dtype: Any
+    check_vma: bool
     fused: bool
     overlap: bool
     unroll: int
@@ -48,10 +52,11 @@ class Call:
     """One call without its arrays: equal calls share one compiled program.
 
     `differentiated` says of each array leaf whether its gradient is wanted; None, in a call that
-    is not differentiated.
+    is not differentiated. `cotangents` says that gradients become cotangents of `jax.grad`.
     """
 
     options: Options
     form: Arguments
     where: DataMesh
     differentiated: tuple[bool, ...] | None = None
+    cotangents: bool = False

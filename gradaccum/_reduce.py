@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from optax.microbatching import AccumulationType
 
 from gradaccum import _contracts
+from gradaccum._layout import Layout, Layouts
 from gradaccum._mesh import DataMesh
 from gradaccum._microbatch import merge
+from gradaccum._specs import spec_of
 
 
 class Sums(NamedTuple):
@@ -76,14 +78,76 @@ _replicated_sum.defvjp(
 )
 
 
-def all_reduce_sum(
-    sums: Sums, where: DataMesh, reduce_dtype: Any, *, replicated: bool = False
+def gather(x: jax.Array, layout: Layout) -> jax.Array:
+    """Gathers a leaf along the dimensions that it is split in: once, before the loop."""
+    with jax.named_scope("gradaccum/gather"):
+        for dimension, axis in layout.gathered:
+            x = jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
+    return x
+
+
+def _scatter(grads: Sequence[Any], layouts: Layouts) -> list[Any]:
+    """Reduce-scatters the gradients that are to be; one operation per mesh axis.
+
+    A `psum_scatter` over several axes at once becomes an all-reduce on larger TPU slices.
+    """
+    scattered = [
+        g if layout.scattered else None for g, layout in zip(grads, layouts.leaves, strict=True)
+    ]
+
+    def scatter(scattered: list[Any]) -> list[Any]:
+        parts = []
+        for g, layout in zip(scattered, layouts.leaves, strict=True):
+            for dimension, axis in layout.scattered if g is not None else ():
+                g = jax.lax.psum_scatter(g, axis, scatter_dimension=dimension, tiled=True)
+            parts.append(g)
+        return parts
+
+    if layouts.automatic:
+        specs = [
+            None if g is None else spec_of(layout.automatic)
+            for g, layout in zip(scattered, layouts.leaves, strict=True)
+        ]
+        scatter = jax.shard_map(
+            scatter,
+            in_specs=(specs,),
+            out_specs=specs,
+            axis_names=set(layouts.automatic),
+            check_vma=False,
+        )
+    parts = scatter(scattered) if jax.tree.leaves(scattered) else scattered
+    return [g if p is None else p for g, p in zip(grads, parts, strict=True)]
+
+
+def _cut(g: jax.Array, layout: Layout) -> jax.Array:
+    """Takes this device's part of an all-reduced gradient.
+
+    XLA makes a reduce-scatter of the two on GPUs and TPUs.
+    """
+    for dimension, axis in layout.sliced:
+        size = g.shape[dimension] // jax.lax.axis_size(axis)
+        start = jax.lax.axis_index(axis) * size
+        g = jax.lax.dynamic_slice_in_dim(g, start, size, dimension)
+    return g
+
+
+def reduce_sum(
+    sums: Sums,
+    where: DataMesh,
+    layouts: Layouts,
+    reduce_dtype: Any,
+    *,
+    replicated: bool = False,
 ) -> Sums:
-    """Sums over the data axes with one psum; gradients travel in `reduce_dtype`.
+    """Sums over the data axes, every byte once; gradients travel in `reduce_dtype`.
+
+    The reduce-scatters come first. One psum sums what is summed over all data axes, loss and
+    scalars too; one more each set of axes that scattered gradients still differ over.
 
     Args:
       sums: one device's sums.
       where: the data axes; with none, nothing is done.
+      layouts: how each gradient is to lie.
       reduce_dtype: the dtype on the wire, or None.
       replicated: use `_replicated_sum`, beside `from_replicated` on the way in. Inside an untyped
         outer `shard_map` psum's own transpose would sum n equal copies of the cotangent. It
@@ -93,14 +157,27 @@ def all_reduce_sum(
         return sums
     psum: Callable[..., Any] = _replicated_sum if replicated else jax.lax.psum
     with jax.named_scope("gradaccum/mean"):
-        wire = sums._replace(
-            grads=jax.tree.map(lambda g: g.astype(narrow(g.dtype, reduce_dtype)), sums.grads)
-        )
-        total: Sums = psum(wire, where.axis_names)
-        _contracts.check_reduced(total, wire)
-        grads = jax.tree.map(lambda t, g: t.astype(g.dtype), total.grads, sums.grads)
-        total = total._replace(grads=grads)
-    return total
+        wire = jax.tree.map(lambda g: g.astype(narrow(g.dtype, reduce_dtype)), sums.grads)
+        parts = _scatter(wire, layouts)
+        _contracts.check_scattered(parts, wire, layouts.leaves, dict(where.sizes))
+        summed = [layout.summed(where.axis_names) for layout in layouts.leaves]
+
+        def of(names: tuple[str, ...]) -> list[Any]:
+            return [g if a == names else None for g, a in zip(parts, summed, strict=True)]
+
+        total: Sums = psum(sums._replace(grads=of(where.axis_names)), where.axis_names)
+        means = [total.grads]
+        for names in dict.fromkeys(summed):
+            if names != where.axis_names:
+                means.append(psum(of(names), names) if names else of(names))
+        grads = [
+            next((g for g in found if g is not None), None) for found in zip(*means, strict=True)
+        ]
+        grads = [
+            None if g is None else _cut(g, layout).astype(own.dtype)
+            for g, layout, own in zip(grads, layouts.leaves, sums.grads, strict=True)
+        ]
+    return total._replace(grads=grads)
 
 
 def normalise(

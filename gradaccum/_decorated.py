@@ -1,0 +1,129 @@
+"""The decorated loss function: what `accumulate` returns, and its calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradaccum import _call, _checks
+from gradaccum._arguments import Arguments, flatten_call
+from gradaccum._mesh import data_mesh
+from gradaccum._options import Call, Options
+
+
+class Accumulated:
+    """A loss function that runs in microbatches and takes one cross-device mean.
+
+    Made by `gradaccum.accumulate`. Call it, differentiate it and jit it as the function that it
+    wraps (`__wrapped__`).
+    """
+
+    def __init__(self, options: Options):
+        self._options = options
+        functools.update_wrapper(self, options.fun)
+
+    def __repr__(self) -> str:
+        fun = self._options.fun
+        name = getattr(fun, "__qualname__", type(fun).__name__)
+        return f"<gradaccum.accumulate({name}, microbatches={self._options.microbatches})>"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else _Method(self, instance)
+
+    def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Call, list[Any]]:
+        options = self._options
+        where = data_mesh(_checks.API, options.axis_name, options.mesh)
+        form, arrays = flatten_call(args, kwargs, options.batch, options.keys)
+        return Call(options, form, where), arrays
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call, arrays = self._prepare(args, kwargs)
+        loss, aux = _call.differentiable(call, *arrays)
+        return (loss, aux) if self._options.has_aux else loss
+
+    def value_and_grad(self, argnums: int | Sequence[int] = 0) -> Callable[..., Any]:
+        """Return the function that computes the loss and its gradients, without a `custom_vjp`.
+
+        The same values as `jax.value_and_grad(loss_fn, argnums, has_aux)`, which rather takes
+        them through the rule of differentiation of the decorated loss.
+
+        Args:
+          argnums: the positional argument or arguments to differentiate.
+
+        Returns:
+          A function of the loss's own arguments, to `(loss, grads)`, or `((loss, aux), grads)`
+          with `has_aux`; grads has the structure of the argument, or is a tuple of such.
+
+        Raises:
+          TypeError: a differentiated leaf is no real or complex array; as `jax.value_and_grad`.
+
+        Cost:
+          As `gradaccum.accumulate`.
+
+        Example:
+          >>> import jax.numpy as jnp, gradaccum
+          >>> loss_fn = lambda w, x: jnp.mean((w * x) ** 2)
+          >>> fun = gradaccum.accumulate(loss_fn, microbatches=2, axis_name=None)
+          >>> loss, grad = fun.value_and_grad()(3.0, jnp.array([1.0, 2.0]))
+          >>> float(loss), float(grad)
+          (22.5, 15.0)
+        """
+
+        @functools.wraps(self._options.fun)
+        def fun(*args: Any, **kwargs: Any) -> Any:
+            nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+            nums = tuple(i + len(args) if i < 0 else i for i in nums)
+            if any(not 0 <= i < len(args) for i in nums):
+                raise TypeError(
+                    f"{_checks.API}: value_and_grad(argnums={argnums}) of a call with "
+                    f"{len(args)} positional arguments. Give the differentiated ones by position."
+                )
+            args = tuple(_as_arrays(a) if i in nums else a for i, a in enumerate(args))
+            call, arrays = self._prepare(args, kwargs)
+            wanted = _differentiated(call.form, args, nums)
+            call = dataclasses.replace(call, differentiated=wanted)
+            loss, aux, grads = _call.run(call, arrays)
+            trees = call.form.trees_of(grads)
+            picked = tuple(trees[i] for i in nums)
+            value = (loss, aux) if self._options.has_aux else loss
+            return value, picked[0] if isinstance(argnums, int) else picked
+
+        return fun
+
+
+@dataclasses.dataclass(frozen=True)
+class _Method:
+    """A decorated method of an instance, which is the function's argument 0."""
+
+    function: Accumulated
+    instance: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.instance, *args, **kwargs)
+
+    def value_and_grad(self, argnums: int | Sequence[int] = 0) -> Callable[..., Any]:
+        """As `Accumulated.value_and_grad`; positions are those of the method's own arguments."""
+        one = isinstance(argnums, int)
+        nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        shifted = tuple(i + 1 if i >= 0 else i for i in nums)
+        fun = self.function.value_and_grad(shifted[0] if one else shifted)
+        return functools.partial(fun, self.instance)
+
+
+def _as_arrays(tree: Any) -> Any:
+    """Makes arrays of Python floats, which are static elsewhere but have a gradient."""
+    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, float | complex) else x, tree)
+
+
+def _differentiated(form: Arguments, args: Sequence[Any], nums: Sequence[int]) -> tuple[bool, ...]:
+    """Returns which array leaves are in the arguments `nums`; all leaves there must be floats."""
+    for i in nums:
+        keyed, _ = jax.tree_util.tree_flatten_with_path(args[i])
+        for path, x in keyed:
+            _checks.check_differentiable(f"args[{i}]{jax.tree_util.keystr(path)}", x)
+    return tuple(owner in nums for owner in form.owners())

@@ -1,0 +1,123 @@
+"""`PartitionSpec` prefixes, as the user gives them for arguments and as dimensions of leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from gradaccum._arguments import Arguments
+
+Dims = tuple[tuple[str, ...], ...]  # the mesh axes of each dimension, the major one first
+
+
+@dataclasses.dataclass(frozen=True)
+class Specs:
+    """One prefix of PartitionSpecs per positional argument; None stands for the default.
+
+    Hashable: a part of the cache's key.
+    """
+
+    name: str  # in_specs or grad_specs
+    prefixes: tuple[tuple[tuple[PartitionSpec | None, ...], Any], ...] = ()  # leaves, structure
+
+    @classmethod
+    def of(cls, api: str, name: str, specs: Any) -> Specs:
+        """Takes what the user gave.
+
+        Raises:
+          TypeError: that is no tuple, or holds anything but plain PartitionSpecs and None.
+        """
+        if specs is None:
+            return cls(name)
+        if not isinstance(specs, tuple | list):
+            raise TypeError(
+                f"{api}: {name} is {specs!r}; it must be a tuple with one PartitionSpec, or a "
+                "pytree prefix of them, per positional argument."
+            )
+        prefixes = [jax.tree.flatten(s, is_leaf=_is_spec) for s in specs]
+        bad = [repr(x) for leaves, _ in prefixes for x in leaves if not _is_plain(x)]
+        if bad:
+            raise TypeError(
+                f"{api}: {name} holds {', '.join(bad)}; its leaves must be "
+                "jax.sharding.PartitionSpec of axis names (of a NamedSharding, its .spec), or "
+                "None for the default."
+            )
+        return cls(name, tuple((tuple(leaves), tree) for leaves, tree in prefixes))
+
+    @property
+    def axes(self) -> list[str]:
+        """The mesh axes that they name."""
+        specs = [s for leaves, _ in self.prefixes for s in leaves if s is not None]
+        return list(dict.fromkeys(a for s in specs for d in dims_of(s) for a in d))
+
+    def of_leaves(
+        self, api: str, form: Arguments, fun: Callable[..., Any]
+    ) -> list[PartitionSpec | None]:
+        """Returns the spec of each array leaf of a call; None where none was given.
+
+        Raises:
+          ValueError: there are more of them than arguments, or one is no prefix of its argument.
+        """
+        places = form.positions(fun)
+        count = 1 + max((p for p in places if p is not None), default=-1)
+        if len(self.prefixes) > count:
+            raise ValueError(
+                f"{api}: {self.name} has {len(self.prefixes)} entries, but the call has {count} "
+                "positional arguments. Give one PartitionSpec, or prefix, for each."
+            )
+        found: list[PartitionSpec | None] = []
+        for place, tree in zip(places, form.trees, strict=True):
+            if place is None or place >= len(self.prefixes):
+                found += [None] * tree.num_leaves
+            else:
+                found += self._spread(api, place, tree)
+        return [s for s, static in zip(found, form.static, strict=True) if static is None]
+
+    def _spread(self, api: str, place: int, tree: Any) -> list[PartitionSpec | None]:
+        leaves, prefix = self.prefixes[place]
+        spread: list[PartitionSpec | None] = []
+        try:
+            jax.tree.map(
+                lambda spec, part: spread.extend([spec] * len(jax.tree.leaves(part))),
+                jax.tree.unflatten(prefix, leaves),
+                jax.tree.unflatten(tree, range(tree.num_leaves)),
+                is_leaf=_is_spec,
+            )
+        except (ValueError, TypeError) as e:
+            raise ValueError(
+                f"{api}: {self.name}[{place}] is not a pytree prefix of its argument: it is "
+                f"{prefix}, the argument is {tree}."
+            ) from e
+        return spread
+
+
+def _is_spec(x: Any) -> bool:
+    return x is None or isinstance(x, PartitionSpec)
+
+
+def _is_plain(x: Any) -> bool:
+    """True for None and for a spec of axis names alone."""
+    if not isinstance(x, PartitionSpec):
+        return x is None
+    named = [a for d in x for a in (d if isinstance(d, tuple) else (d,))]
+    return not (x.unreduced or x.reduced) and all(a is None or isinstance(a, str) for a in named)
+
+
+def dims_of(spec: PartitionSpec) -> Dims:
+    """Returns the axes of each dimension that the spec mentions."""
+    return tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in spec)
+
+
+def spec_of(dims: Iterable[Sequence[str]], others: Any = None) -> PartitionSpec:
+    """Returns the `PartitionSpec` of dimensions, with `others` for those that have no axis."""
+    return PartitionSpec(*[others if not d else d[0] if len(d) == 1 else tuple(d) for d in dims])
+
+
+def only(dims: Dims, axes: Iterable[str]) -> Dims:
+    """Returns the dimensions with none but these axes."""
+    axes = set(axes)
+    return tuple(tuple(a for a in d if a in axes) for d in dims)

@@ -1,0 +1,273 @@
+"""The four operators between replicated values and values that each model device has its own of.
+
+In the equations below device i of m holds x_i, or its own copy of a shared X; a bar marks a
+cotangent. With `check_vma=True` JAX's types know which is which, and transposes come out right.
+With `check_vma=False` they do not: the transpose of a plain `psum` sums m equal cotangents. There
+each operator brings its own backward rule, for gradients taken inside the `shard_map`. From
+outside, `shard_map` itself divides the cotangent of a replicated output by m: that suits a plain
+`psum` alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from gradaccum._mesh import AxisName, axis_tuple, is_typed, vary, varying_axes
+
+
+def copy_to(x: ArrayLike, axis_name: AxisName) -> jax.Array:
+    """Take a replicated value into sharded computation (Megatron's f).
+
+    Forward `y_i = X`, backward `X_bar = sum_i y_bar_i`: each device's computation uses all of X,
+    so each contributes to its gradient. It belongs at the entrance of sharded computation, on
+    activations before column-sharded weights and on replicated parameters used there; where a sum
+    feeds sharded computation again, `copy_to(reduce_from(x, a), a)`.
+
+    With `check_vma=True` it casts the type to varying, and a value that varies over the axis
+    already is left as it is. With False, take gradients inside the `shard_map`; reverse mode only.
+
+    Args:
+      x: `[...]`, any dtype, the same on all devices along the axis.
+      axis_name: the manual mesh axis, or a tuple of them, that the model is sharded over.
+
+    Returns:
+      `[...]`, x.
+
+    Raises:
+      ValueError: axis_name names no axis, one twice, or one that is not manual here.
+
+    Cost:
+      Forward none; backward one all-reduce of x's size.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import AxisType, PartitionSpec as P
+      >>> from gradaccum.tensor_parallel import copy_to, reduce_from
+      >>> def loss(x, w):  # sum_i x * w_i
+      ...     return reduce_from(copy_to(x, "mp") * w[0], "mp")
+      >>> mesh = jax.make_mesh((8,), ("mp",), (AxisType.Auto,))
+      >>> specs = dict(in_specs=(P(), P("mp")), out_specs=P(), check_vma=False)
+      >>> float(jax.jit(jax.shard_map(jax.grad(loss), mesh=mesh, **specs))(1.0, jnp.arange(8.0)))
+      28.0
+
+    References:
+      Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.08053, section 3.
+    """
+    x, axes = _checked("copy_to", x, axis_name)
+    return vary(x, axes) if is_typed(axes) else _copy(x, axes)
+
+
+def reduce_from(x: ArrayLike, axis_name: AxisName) -> jax.Array:
+    """Sum the devices' parts to a replicated value (Megatron's g).
+
+    Forward `Y = sum_i x_i`, backward `x_bar_i = Y_bar`: what follows is computed alike on all
+    devices and counts once. It belongs at the exit of sharded computation, after row-sharded
+    weights and on the loss; where the sum feeds sharded computation again, enter that with
+    `copy_to`: `copy_to(reduce_from(x, a), a)`.
+
+    With `check_vma=True` the result's type is invariant over the axis. With False, take gradients
+    inside the `shard_map`; reverse mode only.
+
+    Args:
+      x: `[...]`, any dtype, each device's own part.
+      axis_name: the manual mesh axis, or a tuple of them, that the model is sharded over.
+
+    Returns:
+      `[...]`, the sum, the same on all devices along the axis.
+
+    Raises:
+      ValueError: axis_name names no axis, one twice, or one that is not manual here.
+
+    Cost:
+      Forward one all-reduce of x's size; backward none.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import AxisType, PartitionSpec as P
+      >>> from gradaccum.tensor_parallel import reduce_from
+      >>> def loss(w):  # (sum_i w_i) ** 2: by each w_i 2 * 28, not m times that
+      ...     return reduce_from(w[0], "mp") ** 2
+      >>> mesh = jax.make_mesh((8,), ("mp",), (AxisType.Auto,))
+      >>> specs = dict(in_specs=P("mp"), out_specs=P("mp"), check_vma=False)
+      >>> jax.jit(jax.shard_map(jax.grad(loss), mesh=mesh, **specs))(jnp.arange(8.0)).tolist()
+      [56.0, 56.0, 56.0, 56.0, 56.0, 56.0, 56.0, 56.0]
+    """
+    x, axes = _checked("reduce_from", x, axis_name)
+    return _all_reduce(vary(x, axes), axes) if is_typed(axes) else _sum(x, axes)
+
+
+def gather_from(x: ArrayLike, axis_name: AxisName, axis: int = -1) -> jax.Array:
+    """Concatenate the devices' shards to a replicated value.
+
+    Forward `Y = concatenate(x_0, ..., x_{m-1})` along `axis`, backward `x_bar_i = Y_bar[i]`, this
+    device's slice: what follows is computed alike on all devices and counts once, so a replicated
+    loss does not multiply the gradient by m. Where Y feeds sharded computation again, enter that
+    with `copy_to`.
+
+    With `check_vma=True` the result's type is invariant over the axis. With False, take gradients
+    inside the `shard_map`; reverse mode only.
+
+    Args:
+      x: `[..., d, ...]`, any dtype, each device's own shard.
+      axis_name: the manual mesh axis, or a tuple of them (the first is the slowest, as in a
+        `PartitionSpec`), that the model is sharded over.
+      axis: the dimension that is sharded, from the end where negative.
+
+    Returns:
+      `[..., m * d, ...]`, the same on all devices along the axis.
+
+    Raises:
+      ValueError: axis_name names no axis, one twice, or one that is not manual here; axis is not
+        one of x's.
+
+    Cost:
+      Forward one all-gather to m times x's size; backward none.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import AxisType, PartitionSpec as P
+      >>> from gradaccum.tensor_parallel import gather_from
+      >>> def loss(x):
+      ...     return jnp.sum(gather_from(x, "mp") ** 2)
+      >>> mesh = jax.make_mesh((8,), ("mp",), (AxisType.Auto,))
+      >>> specs = dict(in_specs=P("mp"), out_specs=P("mp"), check_vma=False)
+      >>> jax.jit(jax.shard_map(jax.grad(loss), mesh=mesh, **specs))(jnp.arange(8.0)).tolist()
+      [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]
+    """
+    x, axes = _checked("gather_from", x, axis_name)
+    axis = _checked_axis("gather_from", x, axis)
+    return _all_gather(vary(x, axes), axes, axis) if is_typed(axes) else _gather(x, axes, axis)
+
+
+def scatter_to(x: ArrayLike, axis_name: AxisName, axis: int = -1) -> jax.Array:
+    """Take this device's slice of a replicated value.
+
+    Forward `y_i = X[i]`, the i-th of m equal slices along `axis`, backward
+    `X_bar = concatenate(y_bar_0, ..., y_bar_{m-1})`, the same on all devices again.
+
+    With `check_vma=True` a value whose type varies over the axis already is sliced as this
+    device's own, and its cotangent is zero outside the slice. With False, take gradients inside
+    the `shard_map`. Reverse mode only in both.
+
+    Args:
+      x: `[..., d, ...]`, any dtype, the same on all devices along the axis.
+      axis_name: the manual mesh axis, or a tuple of them (the first is the slowest, as in a
+        `PartitionSpec`), that the model is sharded over.
+      axis: the dimension to split, from the end where negative; m divides d.
+
+    Returns:
+      `[..., d / m, ...]`.
+
+    Raises:
+      ValueError: axis_name names no axis, one twice, or one that is not manual here; axis is not
+        one of x's, or m does not divide its size.
+
+    Cost:
+      Forward none; backward one all-gather to x's size, half the
+      bytes of the all-reduce that a plain slice's transpose needs.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import AxisType, PartitionSpec as P
+      >>> from gradaccum.tensor_parallel import reduce_from, scatter_to
+      >>> def loss(x):
+      ...     return reduce_from(jnp.sum(scatter_to(x, "mp") ** 2), "mp")
+      >>> mesh = jax.make_mesh((8,), ("mp",), (AxisType.Auto,))
+      >>> specs = dict(in_specs=P(), out_specs=P(), check_vma=False)
+      >>> jax.jit(jax.shard_map(jax.grad(loss), mesh=mesh, **specs))(jnp.arange(8.0)).tolist()
+      [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]
+    """
+    x, axes = _checked("scatter_to", x, axis_name)
+    axis = _checked_axis("scatter_to", x, axis)
+    d, m = x.shape[axis], jax.lax.axis_size(axes)
+    if d % m:
+        raise ValueError(
+            f"scatter_to: got x with shape {x.shape}; axis {axis} ({d}) is not divisible by the "
+            f"{m} devices along axis_name={axis_name!r}. Pad it to {-(-d // m) * m} and mask what "
+            f"was added, or take a number of devices that divides {d}."
+        )
+    if varying_axes(x) & set(axes):
+        return _slice(x, axes, axis)
+    return _scatter(x, axes, axis)
+
+
+# --- What they compute, and each one's backward rule: the other of its pair ----------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _copy(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    del axes
+    return x
+
+
+def _all_reduce(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    with jax.named_scope("gradaccum/tensor_parallel"):
+        return jax.lax.psum(x, axes)
+
+
+def _all_gather(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
+    # 'invarying': the type says that all devices hold the same, and the transpose is a slice.
+    with jax.named_scope("gradaccum/tensor_parallel"):
+        whole: jax.Array = jax.lax.all_gather(x, axes, axis=axis, tiled=True, to="invarying")
+    return whole
+
+
+def _slice(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
+    size = x.shape[axis] // jax.lax.axis_size(axes)
+    return jax.lax.dynamic_slice_in_dim(vary(x, axes), jax.lax.axis_index(axes) * size, size, axis)
+
+
+_sum = jax.custom_vjp(_all_reduce, nondiff_argnums=(1,))
+_gather = jax.custom_vjp(_all_gather, nondiff_argnums=(1, 2))
+_scatter = jax.custom_vjp(_slice, nondiff_argnums=(1, 2))
+
+
+def _rules(this: Callable[..., Any], transpose: Callable[..., Any]) -> tuple[Any, Any]:
+    """Returns a linear function's rules; they call functions with rules: right at any order."""
+
+    def forward(x: Any, *where: Any) -> tuple[Any, None]:
+        return this(x, *where), None
+
+    def backward(*args: Any) -> tuple[Any]:
+        *where, _, ct = args
+        return (transpose(ct, *where),)
+
+    return forward, backward
+
+
+for _f, _g in ((_copy, _sum), (_sum, _copy), (_gather, _scatter), (_scatter, _gather)):
+    _f.defvjp(*_rules(_f, _g))
+
+
+# --- Checks --------------------------------------------------------------------------------------
+
+
+def _checked(api: str, x: ArrayLike, axis_name: AxisName) -> tuple[jax.Array, tuple[str, ...]]:
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = axis_tuple(axis_name)
+    # A repeated name would end the process in jax 0.12 (a failed check in XLA).
+    if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(mesh.manual_axes):
+        manual = ", ".join(f"{a}={mesh.shape[a]}" for a in mesh.manual_axes)
+        raise ValueError(
+            f"{api}: got axis_name={axis_name!r}, needed a manual axis of the mesh or a tuple of "
+            f"different ones; {f'manual here: {manual}' if manual else 'no axis is manual here'}. "
+            "Call it inside a jax.shard_map over that axis (in its axis_names, if they are given)."
+        )
+    return jnp.asarray(x), axes
+
+
+def _checked_axis(api: str, x: jax.Array, axis: int) -> int:
+    if not -x.ndim <= operator.index(axis) < x.ndim:
+        needed = f"{-x.ndim} <= axis < {x.ndim}" if x.ndim else "a rank of at least 1"
+        raise ValueError(
+            f"{api}: got axis={axis} for x with shape {x.shape}, needed {needed}. Give the "
+            "dimension that is split over the devices."
+        )
+    return operator.index(axis) % x.ndim

@@ -68,14 +68,15 @@ def differentiated_collectives(
         of `custom_vjp` functions are inlined and look like anything else.
       active: for each input of the jaxpr, whether it is differentiated.
       live: for each output, whether it is (the loss is, aux is not).
-      axis_names: the axes of interest.
+      axis_names: the axes of interest, manual where the jaxpr was traced. (A shard_map inside it
+        transposes collectives over the axes that it makes manual itself right.)
       names: the primitives of interest.
     """
     jaxpr = open_jaxpr(jaxpr)
     inputs = {v for v, on in zip(jaxpr.invars, active, strict=True) if on and _has_tangent(v)}
     outputs = {v for v, on in zip(jaxpr.outvars, live, strict=True) if on and _has_tangent(v)}
-    forward, back = _reach(jaxpr, inputs, True), _reach(jaxpr, outputs, False)
-    return list(_collect(jaxpr, forward, back, axis_names, names))
+    reached = _reach(jaxpr, inputs, True), _reach(jaxpr, outputs, False)
+    return list(_collect(jaxpr, *reached, axis_names, names))
 
 
 def _collect(
@@ -169,26 +170,25 @@ def _body(eqn: Any, inputs: Sequence[Any], inner: Any, matched: bool) -> _Body:
         enter = itertools.product(inputs, inner.invars)
         leave = itertools.product([*inner.outvars, *refs], [*eqn.outvars, *_refs(inputs)])
     # What is written into a ref in one iteration is read in the next.
-    back = [*_carry(eqn, inner), *((r, r) for r in refs)]
+    back = [*_carry(eqn, inputs, inner), *((r, r) for r in refs)]
     return _Body(inner, _differentiable(enter), _differentiable(leave), _differentiable(back))
 
 
-def _carry(eqn: Any, inner: Any) -> _Pairs:
+def _carry(eqn: Any, inputs: Sequence[Any], inner: Any) -> _Pairs:
     """Returns the pairs (output, input) of a loop's body that are one carried value."""
-    xs, ys = 0, 0
-    if eqn.primitive.name == "scan":
-        # By rank, as jax 0.12 has no count: xs and ys alone have an axis more outside.
-        xs, ys = (
-            sum(a.aval.ndim != b.aval.ndim for a, b in zip(outside, inside, strict=True))
-            for outside, inside in (
-                (eqn.invars, inner.invars),
-                (eqn.outvars, inner.outvars),
-            )
-        )
-    elif eqn.primitive.name != "while":
+    if eqn.primitive.name not in ("scan", "while"):
         return []
-    n, end = len(inner.outvars) - ys, len(inner.invars) - xs
+    # By rank, as jax 0.12 has no counts: the body's inputs are constants, carry, xs; its outputs
+    # carry, ys.
+    n = len(inner.outvars) - _slices(eqn.outvars, inner.outvars)
+    end = len(inner.invars) - _slices(inputs, inner.invars)
     return list(zip(inner.outvars[:n], inner.invars[end - n : end], strict=True))
+
+
+def _slices(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """Returns how many values have an axis more outside the loop (the user's types have no rank)."""
+    ranks = ([getattr(v.aval, "ndim", 0) for v in variables] for variables in (outside, inside))
+    return sum(a != b for a, b in zip(*ranks, strict=True))
 
 
 def _refs(variables: Sequence[Any]) -> list[Any]:

@@ -118,7 +118,7 @@ def _check_model_collectives(call: Call, typed: Sequence[str], program: Any) -> 
         _loss_checks.check_raw_collectives(found)
 
 
-def _trace_weight(call: Call, axes: Sequence[str], sample: Sequence[Any]) -> Any:
+def _trace_weight(call: Call, layouts: Layouts, axes: Sequence[str], sample: Sequence[Any]) -> Any:
     """Returns the weight of one microbatch as a jaxpr of the array leaves, or None."""
     options = call.options
     weight_fn = options.weight_fn
@@ -134,6 +134,12 @@ def _trace_weight(call: Call, axes: Sequence[str], sample: Sequence[Any]) -> Any
     program = jax.make_jaxpr(flat)(*sample)
     found = _jaxpr.collectives_over(program, call.where.axis_names)
     _loss_checks.check_weight_collectives(found, call.where.axis_names)
+    # Of devices that share a microbatch and disagree on its weight, one would skip it and leave
+    # the others waiting.
+    used = _jaxpr.used_inputs(program)
+    split_over = {a for i in used for dim in layouts.leaves[i].dims for a in dim}
+    alone = [a for a in layouts.manual if not _jaxpr.collectives_over(program, (a,))]
+    _loss_checks.check_weight_invariant([a for a in alone if a in split_over])
     return program
 
 
@@ -170,7 +176,7 @@ def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -
     mean = options.loss_reduction == "mean" and not weighted
     loop = _loop.Loop(
         loss=program,
-        weight=_trace_weight(call, typed, sample),
+        weight=_trace_weight(call, layouts, typed, sample),
         aux_types=types,
         roles=roles,
         differentiated=call.differentiated or (False,) * len(arrays),

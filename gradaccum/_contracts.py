@@ -30,12 +30,18 @@ def check_accumulators(accumulators: Sequence[Any], leaves: Sequence[Any], dtype
         chex.assert_type(acc, dtype)
 
 
-def check_scattered(parts: Any, wholes: Any, layouts: Sequence[Any], sizes: Any) -> None:
-    """Each part is its whole, divided by the axes that it was scattered along."""
+def check_reduced(reduced: Any, local: Any) -> None:
+    """The sum over devices has the structure, shapes and dtypes of one device's part."""
+    chex.assert_trees_all_equal_shapes_and_dtypes(reduced, local)
+
+
+def check_parts(parts: Sequence[Any], wholes: Sequence[Any], layouts: Any, sizes: Any) -> None:
+    """Each gradient is its whole, divided by the axes that it was scattered or cut along."""
     for part, whole, layout in zip(parts, wholes, layouts, strict=True):
+        chex.assert_equal(part is None, whole is None)
         if whole is not None:
             shape = list(whole.shape)
-            for dimension, axis in layout.scattered:
+            for dimension, axis in (*layout.scattered, *layout.sliced):
                 shape[dimension] //= sizes[axis]
             chex.assert_shape(part, tuple(shape))
             chex.assert_type(part, whole.dtype)

@@ -126,8 +126,9 @@ def lay_out(
         return Layouts((Layout(),) * len(arrays))
     in_specs, grad_specs = (s.of_leaves(api, form, fun) for s in specs)
     leaves = []
+    owners = form.owners()
     for i, (path, x) in enumerate(zip(form.paths(fun), arrays, strict=True)):
-        broadcast = form.is_batch[form.owners()[i]] and x.ndim == 0
+        broadcast = form.is_batch[owners[i]] and x.ndim == 0  # a prefix of the batch's names it
         given = (None, None) if broadcast else (in_specs[i], grad_specs[i])
         explicit = dims_of(jax.typeof(x).sharding.spec)
         leaves.append(
@@ -216,15 +217,15 @@ def _check_specs(api: str, leaves: Sequence[_Leaf], where: DataMesh) -> None:
 
 def _check_batch(api: str, leaves: Sequence[_Leaf], where: DataMesh) -> None:
     data = where.axis_names
-    named = f"the data axes {', '.join(map(repr, data))}" if len(data) > 1 else repr(data[0])
+    spec = PartitionSpec(data if len(data) > 1 else data[0])
     bad = [
-        leaf.say(name, f"axis 0 of a batch must be split over {named}, and nothing else be")
+        leaf.say(name, "the data axes split axis 0 of a batch, all of them and nothing else")
         for leaf in leaves
         for name, dims in (("in_specs", leaf.dims), ("grad_specs", leaf.grad_dims))
         if leaf.role is Role.BATCH
         and (dims[0] != data or set(data) & {a for d in dims[1:] for a in d} or dims != leaf.dims)
     ]
-    _raise(api, bad, f"Give {PartitionSpec(data if len(data) > 1 else data[0])} for it.")
+    _raise(api, bad, f"Give {spec} (and model axes on other dimensions), the same in both.")
 
 
 def _check_divisible(api: str, leaves: Sequence[_Leaf], where: DataMesh) -> None:

@@ -127,6 +127,17 @@ def check_weight_collectives(names: Sequence[str], axis_names: Sequence[str]) ->
         )
 
 
+def check_weight_invariant(varying: Sequence[str]) -> None:
+    """Raises ValueError if there are model axes over which each device has a weight of its own."""
+    if varying:
+        axes = ", ".join(varying)
+        raise ValueError(
+            f"{API}: in_specs splits the batch over the model axis {axes} too, so weight_fn sees a "
+            f"part of its microbatch. The devices of {axes} must agree on the weight: return that "
+            f"of all parts, jax.lax.psum(weight, {axes!r})."
+        )
+
+
 def raise_aux_differentiated() -> NoReturn:
     """Raises the TypeError for a cotangent that reaches aux."""
     raise TypeError(

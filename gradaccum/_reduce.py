@@ -63,17 +63,17 @@ def from_replicated(x: Any, axis_names: tuple[str, ...]) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _replicated_sum(x: Any, axis_names: tuple[str, ...]) -> Any:
+def replicated_sum(x: Any, axis_names: tuple[str, ...]) -> Any:
     """Sums over devices to a shared value: its cotangent is shared too, and passed on as it is."""
     return jax.lax.psum(x, axis_names)
 
 
 from_replicated.defvjp(
     lambda x, axis_names: (from_replicated(x, axis_names), None),
-    lambda axis_names, _, ct: (_replicated_sum(ct, axis_names),),
+    lambda axis_names, _, ct: (replicated_sum(ct, axis_names),),
 )
-_replicated_sum.defvjp(
-    lambda x, axis_names: (_replicated_sum(x, axis_names), None),
+replicated_sum.defvjp(
+    lambda x, axis_names: (replicated_sum(x, axis_names), None),
     lambda axis_names, _, ct: (from_replicated(ct, axis_names),),
 )
 
@@ -142,41 +142,43 @@ def reduce_sum(
     """Sums over the data axes, every byte once; gradients travel in `reduce_dtype`.
 
     The reduce-scatters come first. One psum sums what is summed over all data axes, loss and
-    scalars too; one more each set of axes that scattered gradients still differ over.
+    scalars too; one more for each set of axes that scattered gradients are still to be summed over.
 
     Args:
       sums: one device's sums.
       where: the data axes; with none, nothing is done.
       layouts: how each gradient is to lie.
       reduce_dtype: the dtype on the wire, or None.
-      replicated: use `_replicated_sum`, beside `from_replicated` on the way in. Inside an untyped
+      replicated: use `replicated_sum`, beside `from_replicated` on the way in. Inside an untyped
         outer `shard_map` psum's own transpose would sum n equal copies of the cotangent. It
         matters for second derivatives only.
     """
     if not where.axis_names:
         return sums
-    psum: Callable[..., Any] = _replicated_sum if replicated else jax.lax.psum
+    psum: Callable[..., Any] = replicated_sum if replicated else jax.lax.psum
     with jax.named_scope("gradaccum/mean"):
         wire = jax.tree.map(lambda g: g.astype(narrow(g.dtype, reduce_dtype)), sums.grads)
         parts = _scatter(wire, layouts)
-        _contracts.check_scattered(parts, wire, layouts.leaves, dict(where.sizes))
         summed = [layout.summed(where.axis_names) for layout in layouts.leaves]
 
-        def of(names: tuple[str, ...]) -> list[Any]:
+        def over(names: tuple[str, ...]) -> list[Any]:
             return [g if a == names else None for g, a in zip(parts, summed, strict=True)]
 
-        total: Sums = psum(sums._replace(grads=of(where.axis_names)), where.axis_names)
-        means = [total.grads]
-        for names in dict.fromkeys(summed):
-            if names != where.axis_names:
-                means.append(psum(of(names), names) if names else of(names))
+        everywhere = where.axis_names
+        total: Sums = psum(sums._replace(grads=over(everywhere)), everywhere)
+        some = [names for names in dict.fromkeys(summed) if names not in (everywhere, ())]
+        found = [total.grads, over(()), *(psum(over(names), names) for names in some)]
         grads = [
-            next((g for g in found if g is not None), None) for found in zip(*means, strict=True)
+            next((g for g in of_leaf if g is not None), None)
+            for of_leaf in zip(*found, strict=True)
         ]
         grads = [
-            None if g is None else _cut(g, layout).astype(own.dtype)
-            for g, layout, own in zip(grads, layouts.leaves, sums.grads, strict=True)
+            None if g is None else _cut(g, layout)
+            for g, layout in zip(grads, layouts.leaves, strict=True)
         ]
+        _contracts.check_reduced(total._replace(grads=[]), sums._replace(grads=[]))
+        _contracts.check_parts(grads, wire, layouts.leaves, dict(where.sizes))
+        grads = jax.tree.map(lambda g, own: g.astype(own.dtype), grads, sums.grads)
     return total._replace(grads=grads)
 
 

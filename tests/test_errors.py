@@ -54,7 +54,7 @@ DECORATION = {
         "aux_accumulator holds 'mean'; its leaves must be optax.microbatching.AccumulationType",
     ),
     "aux without": ({"aux_accumulator": Kind.SUM}, ValueError, "but has_aux is False"),
-    "fused": ({"fused": "no"}, TypeError, "fused is 'no', overlap is False; give bools"),
+    "fused": ({"fused": "no"}, TypeError, "fused is 'no'; it must be a bool"),
     "axis kind": ({"axis_name": 3}, ValueError, "axis_name is 3; it must be a mesh axis's name"),
     "axis twice": ({"axis_name": ("dp", "dp")}, ValueError, "a tuple of different ones"),
     "mesh kind": ({"mesh": "dp"}, TypeError, "mesh is 'dp'; it must be a jax.sharding.Mesh"),

@@ -225,6 +225,26 @@ def test_second_derivatives(typed):
     helpers.assert_close(got, in_float64(want, STACK, H), "float32")
 
 
+@modes
+def test_third_derivatives(typed):
+    """Along fixed directions, where a rule that calls no rule of its own is right twice only."""
+
+    def fun(y, f, g, scatter, gather):
+        part = jnp.sin(scatter(y) ** 2)
+        return weigh(gather(part)) + g(jnp.sum(part * f(jnp.cos(y).mean())))
+
+    def along(fun, order):
+        if not order:
+            return fun
+        return lambda y: jnp.sum(jax.grad(along(fun, order - 1))(y) * jnp.flip(y))
+
+    got = jit(
+        sharded(along(functools.partial(fun, **STACK_OVER_MP), 3), mesh_of(2), P(), P(), typed)
+    )
+    want = along(functools.partial(fun, **IDENTITIES), 3)
+    helpers.assert_close(got(Y[0, :2]), in_float64(want, Y[0, :2]), "float32")
+
+
 def test_forward_mode_is_there_where_types_are_checked():
     def fun(y):
         return weigh(gather_from(jnp.sin(copy_to(y, "mp")), "mp")) + reduce_from(y.sum(), "mp")
@@ -309,6 +329,18 @@ def test_what_is_replicated_already_is_summed_and_gathered_m_times(typed):
     got = jit(sharded(jax.value_and_grad(loss), mesh_of(2), P(), P(), typed))(Y)
     want = jax.value_and_grad(lambda y: 2 * jnp.sum(y**2) + weigh(jnp.concatenate([y, y], -1)))
     helpers.assert_close(got, in_float64(want, Y), "float32")
+
+
+def test_what_varies_over_one_of_two_axes():
+    """One copy on each device of the other axis: the sum counts them all, and so do gradients."""
+
+    def loss(x):
+        return reduce_from(jnp.sum(x**2), ("a", "b")) + weigh(gather_from(x, ("b", "a"), 0))
+
+    mesh = mesh_of(2, 2, names=("a", "b"))
+    fun = jit(sharded(jax.value_and_grad(loss), mesh, P("a"), (P(), P("a")), True))
+    want = jax.value_and_grad(lambda y: 2 * jnp.sum(y**2) + weigh(jnp.concatenate([y, y])))
+    helpers.assert_close(fun(Y), in_float64(want, Y), "float32")
 
 
 # --- Collectives ---------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ outside, `shard_map` itself divides the cotangent of a replicated output by m: t
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from gradaccum._mesh import AxisName, axis_tuple, is_typed, vary, varying_axes
+from gradaccum._reduce import from_replicated, replicated_sum
+
+_SCOPE = "gradaccum/tensor_parallel"
 
 
 def copy_to(x: ArrayLike, axis_name: AxisName) -> jax.Array:
@@ -61,7 +63,9 @@ def copy_to(x: ArrayLike, axis_name: AxisName) -> jax.Array:
       Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.08053, section 3.
     """
     x, axes = _checked("copy_to", x, axis_name)
-    return vary(x, axes) if is_typed(axes) else _copy(x, axes)
+    with jax.named_scope(_SCOPE):
+        copy: jax.Array = vary(x, axes) if is_typed(axes) else from_replicated(x, axes)
+    return copy
 
 
 def reduce_from(x: ArrayLike, axis_name: AxisName) -> jax.Array:
@@ -100,7 +104,12 @@ def reduce_from(x: ArrayLike, axis_name: AxisName) -> jax.Array:
       [56.0, 56.0, 56.0, 56.0, 56.0, 56.0, 56.0, 56.0]
     """
     x, axes = _checked("reduce_from", x, axis_name)
-    return _all_reduce(vary(x, axes), axes) if is_typed(axes) else _sum(x, axes)
+    with jax.named_scope(_SCOPE):
+        if is_typed(axes):
+            total: jax.Array = jax.lax.psum(vary(x, axes), axes)
+        else:
+            total = replicated_sum(x, axes)
+    return total
 
 
 def gather_from(x: ArrayLike, axis_name: AxisName, axis: int = -1) -> jax.Array:
@@ -198,23 +207,12 @@ def scatter_to(x: ArrayLike, axis_name: AxisName, axis: int = -1) -> jax.Array:
     return _scatter(x, axes, axis)
 
 
-# --- What they compute, and each one's backward rule: the other of its pair ----------------------
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _copy(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    del axes
-    return x
-
-
-def _all_reduce(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    with jax.named_scope("gradaccum/tensor_parallel"):
-        return jax.lax.psum(x, axes)
+# --- Gather and scatter are each other's transpose; copy and sum are too, see _reduce -------------
 
 
 def _all_gather(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
     # 'invarying': the type says that all devices hold the same, and the transpose is a slice.
-    with jax.named_scope("gradaccum/tensor_parallel"):
+    with jax.named_scope(_SCOPE):
         whole: jax.Array = jax.lax.all_gather(x, axes, axis=axis, tiled=True, to="invarying")
     return whole
 
@@ -224,7 +222,6 @@ def _slice(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(vary(x, axes), jax.lax.axis_index(axes) * size, size, axis)
 
 
-_sum = jax.custom_vjp(_all_reduce, nondiff_argnums=(1,))
 _gather = jax.custom_vjp(_all_gather, nondiff_argnums=(1, 2))
 _scatter = jax.custom_vjp(_slice, nondiff_argnums=(1, 2))
 
@@ -242,8 +239,8 @@ def _rules(this: Callable[..., Any], transpose: Callable[..., Any]) -> tuple[Any
     return forward, backward
 
 
-for _f, _g in ((_copy, _sum), (_sum, _copy), (_gather, _scatter), (_scatter, _gather)):
-    _f.defvjp(*_rules(_f, _g))
+_gather.defvjp(*_rules(_gather, _scatter))
+_scatter.defvjp(*_rules(_scatter, _gather))
 
 
 # --- Checks --------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ def _carry(eqn: Any, inputs: Sequence[Any], inner: Any) -> _Pairs:
 
 
 def _slices(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """Returns how many values have an axis more outside the loop (the user's types have no rank)."""
+    """Returns how many values have an axis more outside a loop (types of users have no rank)."""
     ranks = ([getattr(v.aval, "ndim", 0) for v in variables] for variables in (outside, inside))
     return sum(a != b for a, b in zip(*ranks, strict=True))
 

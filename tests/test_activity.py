@@ -101,10 +101,20 @@ def use_late(carry, v):
     return (psum(early * v), early, total + late.sum()), None
 
 
-def nested(v):
-    """A psum in a shard_map inside the manual region."""
+def nested(fun):
+    """Returns `fun` in a shard_map inside the manual region."""
     options = {"in_specs": P(), "out_specs": P(), "axis_names": set(), "check_vma": False}
-    return jax.shard_map(psum, **options)(v)
+    return jax.shard_map(fun, **options)
+
+
+def apart(call):
+    """Returns a loss with a psum of what `call` computes from data, beside the parameters."""
+
+    def loss(w, x):
+        a, b = call(lambda w, x: (jnp.sin(w), jnp.cos(x)))(w, x)
+        return a.sum() + psum(b).sum()
+
+    return loss
 
 
 @jax.custom_batching.custom_vmap
@@ -127,12 +137,12 @@ def through_ref(write, read):
     return read(ref[...])
 
 
-def ref_in_scan(first, second):
+def ref_in_scan(first, second, read):
     """Reads a ref in each iteration before it is written there."""
     ref = jax.new_ref(first)
 
     def body(total, _):
-        total = total + psum(ref[...]).sum()
+        total = total + read(ref[...]).sum()
         ref[...] = second
         return total, None
 
@@ -160,7 +170,7 @@ REPORTED = {
     "beside aux": lambda w, x: ((s := psum(w)).sum(), s),
     "jit": lambda w, x: jax.jit(psum)(w).sum(),
     "remat": lambda w, x: jax.checkpoint(psum)(w).sum(),
-    "nested shard_map": lambda w, x: nested(w).sum(),
+    "nested shard_map": lambda w, x: nested(psum)(w).sum(),
     "vmap": lambda w, x: jax.vmap(psum)(w).sum(),
     "inside custom_jvp": lambda w, x: summed(w).sum(),
     "after relu": lambda w, x: psum(jax.nn.relu(w)).sum(),
@@ -193,7 +203,8 @@ REPORTED = {
     "before cond": lambda w, x: switch(x, jnp.zeros_like, jnp.sin)(psum(w)).sum(),
     "ref": lambda w, x: through_ref(w, psum).sum(),
     "into a ref": lambda w, x: through_ref(psum(w), jnp.sin).sum(),
-    "ref in a scan, read first": lambda w, x: ref_in_scan(x, w),
+    "ref in a scan, read first": lambda w, x: ref_in_scan(x, w, psum),
+    "after a ref in a scan, read first": lambda w, x: psum(ref_in_scan(x, w, jnp.sin)),
     "into a ref in a scan": lambda w, x: sum_into_ref(w, lambda ref, _: ref[...].sum()),
     "custom_vmap": lambda w, x: batched(w).sum(),
     "custom_linear_solve": lambda w, x: solved(w, x).sum(),
@@ -228,7 +239,7 @@ UNREPORTED = {
     "pmax, pmin": lambda w, x: (lax.pmax(w, "mp") - lax.pmin(w, "mp")).sum(),
     "jit": lambda w, x: (w * jax.jit(psum)(x)).sum(),
     "remat": lambda w, x: jax.checkpoint(lambda w, x: w * psum(x))(w, x).sum(),
-    "nested shard_map": lambda w, x: (w * nested(x)).sum(),
+    "nested shard_map": lambda w, x: (w * nested(psum)(x)).sum(),
     "custom_jvp": lambda w, x: (w * summed(x)).sum(),
     "custom_vjp": lambda w, x: reduce_from(w * x).sum(),
     "custom_vjp in a scan": lambda w, x: scan(lambda c, v: (c, reduce_from(v)), 0.0, w)[1].sum(),
@@ -255,10 +266,16 @@ UNREPORTED = {
     ),
     "ref": lambda w, x: (w * through_ref(x, psum)).sum(),
     "into a ref, to aux": lambda w, x: (w.sum(), through_ref(psum(w), jnp.sin)),
-    "ref in a scan": lambda w, x: w.sum() + ref_in_scan(x, x),
+    "ref in a scan": lambda w, x: w.sum() + ref_in_scan(x, x, psum),
     "into a ref in a scan, to aux": lambda w, x: sum_into_ref(
         w, lambda ref, other: (other[...].sum(), ref[...])
     ),
+    "apart in jit": apart(jax.jit),
+    "apart in remat": apart(jax.checkpoint),
+    "apart in nested shard_map": apart(nested),
+    "apart in scan": apart(lambda f: lambda w, x: scan(lambda c, v: (c, f(w, v)), 0.0, x)[1]),
+    "apart in while": apart(lambda f: lambda w, x: repeat(f, w, x)),
+    "apart in cond": apart(lambda f: lambda w, x: switch(x, f, f)(w, x)),
 }
 
 
@@ -302,6 +319,8 @@ def test_axes_and_primitives_asked_for():
 
     assert [row.axes for row in report(loss, axis_names=("dp",))] == [("dp",)]
     assert [row.axes for row in report(loss, axis_names=("dp", "mp"))] == [("mp",), ("dp",)]
+    vmapped = jax.vmap(lambda v: lax.psum(v, ("i", "mp")), axis_name="i")
+    assert [row.axes for row in report(lambda w, x: vmapped(w).sum())] == [("mp",)]
     assert primitives(loss, names=("reduce_scatter",)) == ["reduce_scatter"]
 
 

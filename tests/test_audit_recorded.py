@@ -63,6 +63,12 @@ def test_a_send_between_tpu_slices_is_a_reduction_of_the_slice_axis():
     audit.assert_one_reduction(text, axis_name=("r", "dp"), mesh=mesh)
 
 
+def test_a_small_array_is_padded_before_it_is_sent():
+    text, mesh = recorded("tpu_v5e_two_slices_padded", r=2, dp=16)
+    assert "ZeroCrop" in text
+    audit.assert_one_reduction(text, axis_name=("r", "dp"), mesh=mesh)
+
+
 def test_a_send_between_some_slices_names_their_axis_only():
     text, mesh = recorded("tpu_v5e_four_slices", a=2, r=2, dp=8)
     assert [row.axes for row in audit.collectives(text, mesh=mesh)] == [("dp",), ("r",), ("dp",)]

@@ -161,6 +161,8 @@ class Flow:
             return Fact(shape.size, given=all(fact.given for fact in operands))
         if opcode == "broadcast" and operands[0].size == shape.size:
             opcode = "reshape"
+        if "ZeroCrop" in instruction.attributes.get("custom_call_target", ""):
+            opcode = "pad"  # the TPU compiler fills up the lanes of a small array, between slices
         if opcode == "concatenate" and len(shape.dims) == 1:
             return _facts.lay_end_to_end(operands, identity)
         if opcode == "slice" and operands[0].pieces and len(shape.dims) == 1:

@@ -19,6 +19,17 @@ At full size, compiled for a TPU v3-8 that need not be here (pip install -e '.[a
 
 Nothing runs then: values are not compared, and times are 'not measured'. Expected: 64 * 16 = 1,024
 all-reduces of gradients and 64 of the loss in the naive step, one gradient tree in gradaccum's.
+
+With gradients split over the devices (zero2), or parameters too (fsdp), on one slice and on two:
+
+    size='--d_model=2048 --n_layer=16 --contenders=gradaccum_by_value,gradaccum,zero2,fsdp'
+    python -m absl_apps.bench --topology=v5e:2x4 $size
+    python -m absl_apps.bench --topology=v5e:4x4 --num_slices=2 --dp=16 --batch_size=2048 $size
+
+Expected peak memory of the gradients alone on v5e:2x4: 806 MB replicated (1,074 by value), 571 MB
+zero2, 605 MB fsdp; of the step, which holds old and new parameters, 1,074, 806 and 605 MB; of one
+that donates the old (--donate) 806, 537 and 571 MB. Between two slices each device sends its part
+of the gradients once, 268,435,456 / 16 = 16,777,216 bytes, and 512 bytes of the loss.
 """
 
 from __future__ import annotations
@@ -41,7 +52,7 @@ from jax.experimental import topologies
 
 from absl_apps import bench_flags, flag_parsing, meshes, run_files
 from absl_apps.bench_measure import TOLERANCES, Row, compile_row, program_sizes, run_rounds
-from absl_apps.bench_steps import AXIS, CONTENDERS, OURS, Problem
+from absl_apps.bench_steps import CONTENDERS, OURS, Problem
 from gradaccum import audit
 
 NOT_MEASURED = "not measured"
@@ -50,27 +61,34 @@ NOT_MEASURED = "not measured"
 ############################################ Devices #############################################
 
 
-def mesh_elsewhere(topology: str, dp: int) -> jax.sharding.Mesh:
-    """Return a mesh of the devices of a TPU slice that is not here; programs compile for it."""
+def mesh_elsewhere(topology: str, axes: Mapping[str, int]) -> jax.sharding.Mesh:
+    """Return a mesh of the devices of TPU slices that are not here; programs compile for it."""
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
             f"--topology={topology}: compiling for a TPU needs libtpu, which is not installed; "
             "pip install 'gradaccum[aot-tpu]'."
         )
+    slices, dp = axes.get(meshes.REPLICA_AXIS, 1), axes[meshes.DATA_AXIS]
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU's metadata server to ask
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nor a TPU to lock others out of
     try:
         with silent_stderr():
-            devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+            devices = topologies.get_topology_desc(
+                platform="tpu", topology_name=topology, num_slices=slices
+            ).devices
     except Exception as error:  # libtpu's own, of several classes
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"--topology={topology}: {reason}; write for example v3:2x2.") from None
-    if len(devices) != dp:
+    if len(devices) != slices * dp:
+        here = len(devices) // slices
         raise ValueError(
-            f"--topology={topology}: has {len(devices)} devices, --dp={dp}; use "
-            f"--dp={len(devices)} or another slice."
+            f"--topology={topology}: has {here} devices, --dp={dp}; use --dp={here} or another "
+            "slice."
         )
-    types = (jax.sharding.AxisType.Auto,)
-    return jax.sharding.Mesh(np.array(devices), (AXIS,), axis_types=types)
+    devices = sorted(devices, key=lambda device: getattr(device, "slice_index", 0))
+    types = (jax.sharding.AxisType.Auto,) * len(axes)
+    shape = tuple(axes.values())
+    return jax.sharding.Mesh(np.array(devices).reshape(shape), tuple(axes), axis_types=types)
 
 
 @contextlib.contextmanager
@@ -90,7 +108,7 @@ def silent_stderr() -> Iterator[None]:
 ############################################ Reporting ###########################################
 
 
-def summary(row: Row, ours: Row, gradient_bytes: int) -> dict[str, Any]:
+def summary(row: Row, ours: Row, gradient_bytes: int, slices: int) -> dict[str, Any]:
     """What --json holds of a contender; times are None where nothing ran."""
     ratios = [a / b for a, b in zip(row.seconds, ours.seconds, strict=True)]
     all_reduces, size = row.reductions()
@@ -106,6 +124,9 @@ def summary(row: Row, ours: Row, gradient_bytes: int) -> dict[str, Any]:
         "calls": row.contender.calls,
         "temp_bytes": row.temp_bytes,
         "temp_gradient_trees": row.temp_bytes / gradient_bytes,
+        "peak_bytes": row.peak_bytes,
+        "gradient_peak_bytes": row.gradient_peak_bytes,
+        "bytes_across_slices": row.across_slices() if slices > 1 else None,
         "state_bytes": row.contender.state_bytes,
         "compile_seconds": row.compile_seconds,
     }
@@ -113,11 +134,12 @@ def summary(row: Row, ours: Row, gradient_bytes: int) -> dict[str, Any]:
 
 def markdown(summaries: Mapping[str, Mapping[str, Any]], gradient_bytes: int) -> str:
     """Return the table; a gradient tree that is held from call to call is named apart."""
-    lines = [
-        "| step | median, s | min to max, s | ratio | all-reduces a step | bytes a step "
-        "| temporary memory, gradient trees | compile, s |",
-        "| --- " + "| ---: " * 7 + "|",
+    header = [
+        *("step", "median, s", "min to max, s", "ratio", "all-reduces a step", "bytes a step"),
+        *("temporary memory, gradient trees", "peak memory, bytes", "of its gradients alone"),
+        "compile, s",
     ]
+    lines = [f"| {' | '.join(header)} |", "| --- " + "| ---: " * (len(header) - 1) + "|"]
     for name, s in summaries.items():
         timed = s["median_seconds"] is not None
         memory = f"{s['temp_gradient_trees']:.2f}"
@@ -131,6 +153,8 @@ def markdown(summaries: Mapping[str, Mapping[str, Any]], gradient_bytes: int) ->
             f"{s['all_reduces']:,}",
             f"{s['all_reduce_bytes']:,}",
             memory,
+            f"{s['peak_bytes']:,}",
+            f"{s['gradient_peak_bytes']:,}" if s["gradient_peak_bytes"] is not None else "-",
             f"{s['compile_seconds']:.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -142,10 +166,13 @@ def markdown(summaries: Mapping[str, Mapping[str, Any]], gradient_bytes: int) ->
 
 def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     """Run the whole program; return what --json holds."""
+    axes = {meshes.REPLICA_AXIS: FLAGS.num_slices} if FLAGS.num_slices > 1 else {}
+    axes[meshes.DATA_AXIS] = FLAGS.dp
     if FLAGS.topology:
-        mesh = mesh_elsewhere(FLAGS.topology, FLAGS.dp)
+        mesh = mesh_elsewhere(FLAGS.topology, axes)
     else:
-        mesh = meshes.make({AXIS: FLAGS.dp}, f"--dp={FLAGS.dp}")
+        slices = f"--num_slices={FLAGS.num_slices} " if FLAGS.num_slices > 1 else ""
+        mesh = meshes.make(axes, f"{slices}--dp={FLAGS.dp}")
     problem = Problem(
         mesh,
         FLAGS.grad_acc_steps,
@@ -153,13 +180,14 @@ def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         FLAGS.d_model,
         FLAGS.n_layer,
         jnp.dtype(FLAGS.dtype),
+        FLAGS.donate,
     )
     kind = mesh.devices.flat[0].device_kind
     print(
         f"{FLAGS.n_layer} layers of {FLAGS.d_model}, batch {FLAGS.batch_size} in "
         f"{FLAGS.grad_acc_steps} microbatches, {FLAGS.dtype}: a gradient tree is "
         f"{problem.gradient_bytes:,} bytes\n"
-        f"{FLAGS.dp} devices, {kind}{', compiled for only' if FLAGS.topology else ''}; "
+        f"{mesh.devices.size} devices, {kind}{', compiled for only' if FLAGS.topology else ''}; "
         f"jax {jax.__version__}, Python {platform.python_version()}",
         flush=True,
     )
@@ -167,8 +195,10 @@ def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     jax.jit(lambda: 0).lower().compile()  # what only the first compilation costs
     load = [os.getloadavg()[0]]
     rows = {name: compile_row(CONTENDERS[name](problem), mesh) for name in FLAGS.contenders}
-    audit.assert_one_reduction(rows[OURS].program, axis_name=AXIS, mesh=mesh)
-    print(f"{OURS}: one cross-device mean, checked in the compiled program", flush=True)
+    ours = [name for name, row in rows.items() if row.contender.ours]
+    for name in ours:
+        audit.assert_one_reduction(rows[name].program, axis_name=mesh.axis_names, mesh=mesh)
+    print(f"{', '.join(ours)}: one cross-device mean, checked in the compiled program", flush=True)
 
     differences = None
     if not FLAGS.topology:
@@ -184,12 +214,21 @@ def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         )
 
     size = problem.gradient_bytes
-    summaries = {name: summary(row, rows[OURS], size) for name, row in rows.items()}
+    summaries = {
+        name: summary(row, rows[OURS], size, FLAGS.num_slices) for name, row in rows.items()
+    }
     print(f"\n{markdown(summaries, size)}\n", flush=True)
     for name, s in summaries.items():
         if others := s["other_collective_bytes"]:
             text = ", ".join(f"{kind} {size:,} bytes" for kind, size in others.items())
             print(f"{name} a step also: {text}")
+    if FLAGS.num_slices > 1:
+        shard = problem.gradient_bytes // FLAGS.dp
+        for name, s in summaries.items():
+            print(
+                f"{name} a step between slices: {s['bytes_across_slices']:,} bytes a device; a "
+                f"gradient tree / {FLAGS.dp} is {shard:,}"
+            )
 
     sizes = program_sizes(problem, bench_flags.PROGRAM_SIZES) if FLAGS.program_size else {}
     if sizes:

@@ -6,18 +6,20 @@ They are defined by a call, not by an import: another program's flags have the s
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from absl import flags
 
 from absl_apps import flag_parsing
-from absl_apps.bench_steps import CONTENDERS, OURS
+from absl_apps.bench_steps import CONTENDERS, DEFAULT, OURS
 
 DTYPES = ["float32", "bfloat16"]
 GROUPS = {  # the order of --help; a test keeps it complete
-    "Step": ("grad_acc_steps", "batch_size", "d_model", "n_layer", "dp", "dtype"),
-    "Measurement": ("contenders", "rounds", "program_size", "topology"),
+    "Step": ("grad_acc_steps", "batch_size", "d_model", "n_layer", "dp", "num_slices", "dtype"),
+    "Measurement": ("contenders", "rounds", "program_size", "topology", "donate"),
     "Output": ("json",),
 }
 PROGRAM_SIZES = 2, 1024  # microbatches for which gradaccum's program is to be equally long
@@ -33,7 +35,13 @@ def define(values: flags.FlagValues) -> None:
     integer("batch_size", 512, "Rows a step, over all devices and microbatches.")
     integer("d_model", 512, "Width of a layer.")
     integer("n_layer", 8, "Layers, in a scan.")
-    integer("dp", 8, "Data-parallel devices; simulated on a machine without accelerators.")
+    integer("dp", 8, "Data-parallel devices, of each slice; simulated without accelerators.")
+    integer(
+        "num_slices",
+        1,
+        "Slices joined by a slower network: with 2 or more, a second data axis. zero2 and fsdp "
+        "split within a slice (HSDP), and what crosses slices is counted.",
+    )
     flags.DEFINE_enum(
         "dtype",
         "float32",
@@ -44,7 +52,7 @@ def define(values: flags.FlagValues) -> None:
     )
     flags.DEFINE_list(
         "contenders",
-        [name for name in CONTENDERS if name != "gradaccum_by_value"],
+        list(DEFAULT),
         f"What to compare, of {','.join(CONTENDERS)}.",
         flag_values=values,
     )
@@ -61,18 +69,33 @@ def define(values: flags.FlagValues) -> None:
         "Compile for this TPU slice, as v3:2x2, instead of running on the devices here.",
         flag_values=values,
     )
+    flags.DEFINE_bool(
+        "donate",
+        False,
+        "Donate the parameters to the step, as a training loop does; with --topology only, since "
+        "a step that runs here is given the same ones every round.",
+        flag_values=values,
+    )
     flags.DEFINE_string("json", None, "File for all that was measured.", flag_values=values)
 
-    @flags.multi_flags_validator(["batch_size", "grad_acc_steps", "dp"], flag_values=values)
+    factors = ["grad_acc_steps", "dp", "num_slices"]
+
+    @flags.multi_flags_validator(["batch_size", *factors], flag_values=values)
     def _batch(sizes: dict[str, int]) -> bool:
-        k, n = sizes["grad_acc_steps"], sizes["dp"]
-        if remainder := sizes["batch_size"] % (k * n):
+        multiple = math.prod(sizes[name] for name in factors)
+        if remainder := sizes["batch_size"] % multiple:
             below = sizes["batch_size"] - remainder
             raise flags.ValidationError(
-                f"{sizes['batch_size']} rows are not divisible by grad_acc_steps * dp = "
-                f"{k} * {n} = {k * n}; the nearest that is: "
-                f"{f'{below} or ' if below else ''}{below + k * n}."
+                f"{sizes['batch_size']} rows are not divisible by {' * '.join(factors)} = "
+                f"{' * '.join(str(sizes[name]) for name in factors)} = {multiple}; the nearest "
+                f"that is: {f'{below} or ' if below else ''}{below + multiple}."
             )
+        return True
+
+    @flags.multi_flags_validator(["donate", "topology"], flag_values=values)
+    def _donate(chosen: dict[str, Any]) -> bool:
+        if chosen["donate"] and not chosen["topology"]:
+            raise flags.ValidationError("--donate is for what is only compiled: give --topology.")
         return True
 
     @flags.validator("contenders", flag_values=values)
@@ -92,7 +115,7 @@ def define(values: flags.FlagValues) -> None:
             raise flags.ValidationError(f"there is no directory {os.path.dirname(path)}.")
         return True
 
-    del _batch, _contenders, _json  # registered
+    del _batch, _donate, _contenders, _json  # registered
 
 
 parse = functools.partial(flag_parsing.parse, "bench", GROUPS, define)  # (argv, values, manual)

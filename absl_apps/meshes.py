@@ -1,4 +1,4 @@
-"""Which devices a program runs on, and `--mesh=dp=8` read into a mesh.
+"""Which devices a program runs on, `--mesh=dp=8` read into a mesh, and how arrays lie on it.
 
 `prepare_platform` must run before the first device query, because JAX settles its platform and
 its number of CPU devices at that query; `make` is the first to ask.
@@ -11,9 +11,16 @@ import importlib.metadata
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
+from jax.sharding import PartitionSpec
+
+DATA_AXIS = "dp"
+REPLICA_AXIS = "replica"  # outside it, where there are two: slices, or copies of a sharded state
+
+# Smaller arrays stay whole: a collective of their own costs more than their memory.
+_SMALLEST_SPLIT = 1024  # elements
 
 # What the kernel shows of the accelerators that JAX itself looks for.
 _ACCELERATOR_NODES = (
@@ -93,6 +100,25 @@ def make(axes: Mapping[str, int], asked: str, simulate: str | None = None) -> ja
         axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
         devices=devices[:needed],
     )
+
+
+def split_spec(shape: Sequence[int], mesh: jax.sharding.Mesh) -> PartitionSpec:
+    """Return how a parameter, its gradient and its optimizer state lie when they are split.
+
+    Over the mesh's last axis (a replica axis outside it holds copies: HSDP), along the first
+    dimension whose size divides. Small arrays, and those that do not divide, are replicated.
+
+    Why the first and not, say, the largest: compiled for 8 H100s, the gradient of a float32 stack
+    [16, 2048, 2048] peaks at 571 MB split along its first dimension, whose parts are contiguous,
+    at 839 MB along either other, where the reduce-scatter takes a transposed copy. CPUs do the
+    same. A TPU does not mind (v5e 2x4: 571 MB along any) but for the last dimension in parts of no
+    whole 128 lanes: [8, 1024, 3072] over 16 was all-reduced and cut (two v5e 4x4 slices).
+    """
+    axis = mesh.axis_names[-1]
+    fits = [i for i, size in enumerate(shape) if size and size % mesh.shape[axis] == 0]
+    if math.prod(shape) < _SMALLEST_SPLIT or not fits:
+        return PartitionSpec()
+    return PartitionSpec(*[None] * fits[0], axis)
 
 
 def _accelerator_possible() -> bool:

@@ -10,6 +10,7 @@ is one mean of the gradients. Expected: a final loss near 2.1 nats a byte, where
 frequencies alone cannot pass 3.15. Measured with jax 0.10.2 on 2 CPU cores: a loss of 2.084 in
 98 s on idle cores, 257 s beside other work (a load average of 6 to 13).
 
+Sharded state:      python -m absl_apps.train --sharding=fsdp --mesh=replica=2,dp=4
 Text of your own:  python -m absl_apps.train --data='books/*.txt' --workdir=runs/books
 """
 
@@ -36,13 +37,37 @@ import gradaccum
 from absl_apps import flag_parsing, meshes, run_files, text_data, train_flags, transformer
 from gradaccum import audit
 
-AXIS = train_flags.DATA_AXIS
 FINAL_STEPS = 10  # the final loss is the mean over these: a single step's is noisy
 
 
 class TrainState(NamedTuple):
-    params: transformer.Params  # float32, replicated
+    params: transformer.Params  # float32
     opt_state: optax.OptState
+
+
+def init_state(
+    key: jax.Array, config: transformer.Config, tx: optax.GradientTransformation
+) -> TrainState:
+    params = transformer.init(key, config)
+    return TrainState(params, tx.init(params))
+
+
+def state_specs(
+    sharding: str,
+    config: transformer.Config,
+    tx: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+) -> tuple[TrainState, transformer.Params]:
+    """Return how the state lies on the mesh, and how the gradients do.
+
+    One rule by shape, `meshes.split_spec`, so moments lie as their parameters' gradients.
+    """
+    shapes = jax.eval_shape(lambda: init_state(jax.random.key(0), config, tx))
+    split = jax.tree.map(lambda x: meshes.split_spec(x.shape, mesh), shapes)
+    whole = jax.tree.map(lambda x: P(), shapes)
+    params = (split if sharding == "fsdp" else whole).params
+    rest = whole if sharding == "replicated" else split
+    return TrainState(params, rest.opt_state), rest.params
 
 
 ############################################ The step ############################################
@@ -74,18 +99,29 @@ def make_step(
     mesh: jax.sharding.Mesh,
     microbatches: int,
     tx: optax.GradientTransformation,
+    sharding: str = "replicated",
 ) -> Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]]:
     """Return the jitted step (state, tokens [B, seq_len + 1]) -> (state, loss); donates state."""
+    specs, grad_specs = state_specs(sharding, config, tx, mesh)
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
-    @gradaccum.accumulate(microbatches=microbatches, axis_name=AXIS, mesh=mesh)
+    @gradaccum.accumulate(
+        microbatches=microbatches,
+        axis_name=mesh.axis_names,
+        mesh=mesh,
+        in_specs=(specs.params,),
+        grad_specs=(grad_specs,),
+    )
     def loss_fn(params: transformer.Params, tokens: jax.Array) -> jax.Array:
         return transformer.loss(params, tokens, config)
 
-    # Replicated outputs: the next call of the compiled step takes them as they are.
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=NamedSharding(mesh, P()))
+    # The state comes out as it went in: the next call of the compiled step takes it as it is.
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(where, NamedSharding(mesh, P())))
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
         loss, grads = jax.value_and_grad(loss_fn)(state.params, tokens)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        # With zero, the updates are what is gathered: then parameters are updated in place.
+        updates = jax.lax.with_sharding_constraint(updates, where.params)
         return TrainState(optax.apply_updates(state.params, updates), opt_state), loss
 
     return step
@@ -135,9 +171,9 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     ################### What the user can get wrong, before anything is computed ###################
 
     with errors_in_one_line():
-        axes = FLAGS.mesh or f"{AXIS}={jax.device_count()}"
+        axes = FLAGS.mesh or f"{meshes.DATA_AXIS}={jax.device_count()}"
         mesh = meshes.make(meshes.parse(axes), f"--mesh={axes}", simulate="--cpu_devices")
-        train_flags.check_batch(FLAGS.global_batch, FLAGS.microbatches, mesh.shape[AXIS])
+        train_flags.check_batch(FLAGS.global_batch, FLAGS.microbatches, mesh.devices.size)
         chosen = [text_data.default_pattern()] if FLAGS.data is None else FLAGS.data
         files = text_data.find_files([part for text in chosen for part in text.split(",") if part])
         data = text_data.load(files, FLAGS.max_data_bytes)
@@ -153,38 +189,44 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         peak = train_flags.LEARNING_RATES[FLAGS.optimizer]
     tx = make_optimizer(FLAGS.optimizer, make_schedule(peak, FLAGS.warmup_steps, FLAGS.steps))
 
-    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
-    def init(key: jax.Array) -> TrainState:
-        params = transformer.init(key, config)
-        return TrainState(params, tx.init(params))
+    # Made in place, each device its own part: the whole state may not fit on one.
+    specs, _ = state_specs(FLAGS.sharding, config, tx, mesh)
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    init = jax.jit(lambda key: init_state(key, config, tx), out_shardings=where)
 
     def load_batch(step: int) -> jax.Array:
         """The batch of a step, uint8 [B, seq_len + 1]: inputs, and targets one byte later."""
         tokens = text_data.sample(data, FLAGS.seed, step, FLAGS.global_batch, FLAGS.seq_len + 1)
-        return jax.device_put(tokens, NamedSharding(mesh, P(AXIS)))
+        return jax.device_put(tokens, NamedSharding(mesh, P(mesh.axis_names)))
 
     state = init(jax.random.key(FLAGS.seed))
     entropy = text_data.unigram_entropy(data)
-    per_device = FLAGS.global_batch // (FLAGS.microbatches * mesh.shape[AXIS])
+    devices = mesh.devices.size
+    per_device = FLAGS.global_batch // (FLAGS.microbatches * devices)
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
     print(
         f"data: {data.size:,} bytes of {len(files)} files\n"
         f"byte-unigram entropy: {entropy:.3f} nats a byte\n"
         f"model: {transformer.size(state.params):,} parameters\n"
-        f"mesh: {AXIS}={mesh.shape[AXIS]}, {mesh.devices.flat[0].device_kind}\n"
-        f"batch: {FLAGS.global_batch} = {mesh.shape[AXIS]} devices * {FLAGS.microbatches} "
+        f"mesh: {','.join(f'{axis}={n}' for axis, n in mesh.shape.items())}, "
+        f"{mesh.devices.flat[0].device_kind}\n"
+        f"state: {held:,} bytes of parameters and optimizer on each device, {FLAGS.sharding}\n"
+        f"batch: {FLAGS.global_batch} = {devices} devices * {FLAGS.microbatches} "
         f"microbatches * {per_device} sequences of {FLAGS.seq_len} bytes",
         flush=True,
     )
 
     ####################### One compilation: the step audited is the step run ######################
 
-    step_fn = make_step(config, mesh, FLAGS.microbatches, tx).lower(state, load_batch(0)).compile()
+    step_fn = make_step(config, mesh, FLAGS.microbatches, tx, FLAGS.sharding)
+    step_fn = step_fn.lower(state, load_batch(0)).compile()
     report = audit.collectives(step_fn, mesh=mesh)
     print(f"\nwhat one step communicates:\n{report}", flush=True)
-    audit.assert_one_reduction(step_fn, axis_name=AXIS, mesh=mesh)
-    one = mesh.devices.size == 1
+    audit.assert_one_reduction(step_fn, axis_name=mesh.axis_names, mesh=mesh)
     print(
-        "one device: no mean" if one else "one cross-device mean: checked", end="\n\n", flush=True
+        "one device: no mean" if devices == 1 else "one cross-device mean: checked",
+        end="\n\n",
+        flush=True,
     )
 
     run = {
@@ -192,6 +234,7 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         **run_files.environment(mesh),
         "mesh": dict(mesh.shape),
         "parameters": transformer.size(state.params),
+        "state_bytes": held,  # of each device
         "data": {"files": len(files), "bytes": data.size, "unigram_entropy": entropy},
         "audit": {
             "totals": {axis: dataclasses.asdict(total) for axis, total in report.totals.items()},

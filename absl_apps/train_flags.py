@@ -13,8 +13,10 @@ from collections.abc import Callable
 from absl import flags
 
 from absl_apps import flag_parsing, meshes, transformer
+from absl_apps.meshes import DATA_AXIS, REPLICA_AXIS
 
-DATA_AXIS = "dp"
+# How parameters, and gradients with the optimizer's state, lie on the data axes.
+SHARDINGS = ("replicated", "zero", "fsdp")
 
 # Peak learning rates that suit the default sizes, by optimizer.
 LEARNING_RATES = {"adamw": 3e-3, "lion": 2e-3, "sgd": 0.3}
@@ -31,7 +33,7 @@ GROUPS = {
         "learning_rate",
         "warmup_steps",
     ),
-    "Devices": ("mesh", "cpu_devices"),
+    "Devices": ("mesh", "sharding", "cpu_devices"),
     "Output": ("workdir",),
 }
 
@@ -95,7 +97,17 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "mesh",
         None,
-        f"Devices along the data axis, as {DATA_AXIS}=8. Default: all there are.",
+        f"Devices along the data axis, as {DATA_AXIS}=8, or along two, as {REPLICA_AXIS}=2,"
+        f"{DATA_AXIS}=4. Default: {DATA_AXIS}, all there are.",
+        flag_values=values,
+    )
+    flags.DEFINE_enum(
+        "sharding",
+        SHARDINGS[0],
+        SHARDINGS,
+        "Whether every device holds all parameters, gradients and optimizer state (replicated), a "
+        "part of the gradients and optimizer state (zero), or of the parameters too (fsdp). Parts "
+        f"are split over {DATA_AXIS} alone: with {REPLICA_AXIS}, its devices hold copies (HSDP).",
         flag_values=values,
     )
     integer("cpu_devices", 8, "Simulated CPU devices, on a machine without accelerators.")
@@ -133,11 +145,12 @@ def define(values: flags.FlagValues) -> None:
 
 
 def check_axes(axes: dict[str, int]) -> None:
-    """Raise ValueError unless the mesh is the one data axis that this program knows."""
-    if list(axes) != [DATA_AXIS]:
+    """Raise ValueError unless the mesh has the data axes that this program knows."""
+    if list(axes) not in ([DATA_AXIS], [REPLICA_AXIS, DATA_AXIS]):
         raise ValueError(
-            f"axes {', '.join(axes)}, but this program splits the batch over the one axis "
-            f"{DATA_AXIS}: write --mesh={DATA_AXIS}=8."
+            f"axes {', '.join(axes)}, but this program splits the batch over {DATA_AXIS}, or "
+            f"{REPLICA_AXIS} and {DATA_AXIS}: write --mesh={DATA_AXIS}=8 or "
+            f"--mesh={REPLICA_AXIS}=2,{DATA_AXIS}=4."
         )
 
 
@@ -148,7 +161,7 @@ def check_batch(global_batch: int, microbatches: int, data_devices: int) -> None
         below = global_batch - global_batch % multiple
         nearest = f"{below} or {below + multiple}" if below else f"{multiple}"
         raise ValueError(
-            f"--global_batch={global_batch}: not divisible by microbatches * {DATA_AXIS} devices "
+            f"--global_batch={global_batch}: not divisible by microbatches * devices "
             f"= {microbatches} * {data_devices} = {multiple}; the nearest that is: {nearest}."
         )
 

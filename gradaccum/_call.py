@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gradaccum import _checks, _contracts, _jaxpr, _loop, _loss_checks, _reduce
-from gradaccum._activity import differentiated_collectives
+from gradaccum import _checks, _contracts, _loop, _loss_checks, _reduce, _trace
 from gradaccum._arguments import (
     Role,
-    changed,
     is_key,
-    objects,
     positional_parameters,
 )
 from gradaccum._layout import Layouts, lay_out
@@ -71,78 +67,6 @@ def _check_cotangents(call: Call, layouts: Layouts, arrays: Sequence[Any]) -> No
         _loss_checks.check_cotangents(leaves, list(moved.values()), call.where.manual)
 
 
-def _trace_loss(call: Call, axes: Sequence[str], sample: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Returns the loss of one microbatch as a jaxpr, aux's tree and its leaves' accumulation."""
-    options = call.options
-    found: list[Any] = []
-
-    def flat(*arrays: Any) -> list[Any]:
-        args, kwargs = call.form.rebuild(arrays)
-        watched = objects((args, kwargs))
-        before = [jax.tree.leaves(x) for x in watched]
-        output = options.fun(*args, **kwargs)
-        _loss_checks.check_unchanged(changed(watched, before))
-        loss, aux = _loss_checks.split_output(output, options.has_aux)
-        accumulator = jax.tree.unflatten(options.aux_tree, options.aux_leaves)
-        leaves, tree = jax.tree.flatten(aux)
-        found.extend([tree, _loss_checks.aux_types(accumulator, aux) if options.has_aux else []])
-        return [vary(jnp.asarray(x), axes) for x in (loss, *leaves)]
-
-    program = jax.make_jaxpr(flat)(*sample)
-    data_axes = call.where.axis_names
-    _check_model_collectives(call, axes, program)
-    collectives = _jaxpr.collectives_over(program, data_axes)
-    weighted = options.weight_fn is not None
-    warning = _loss_checks.check_data_collectives(
-        collectives, data_axes, options.microbatches, weighted
-    )
-    if warning:
-        warnings.warn(warning, stacklevel=2)
-    return program, *found
-
-
-def _check_model_collectives(call: Call, typed: Sequence[str], program: Any) -> None:
-    """Checks what the traced loss does with the model axes that are manual here."""
-    data_axes = call.where.axis_names
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    model = tuple(a for a in manual if a not in data_axes)
-    if not data_axes or not model:
-        return
-    if typed and not call.where.manual:
-        kinds = [getattr(x, "manual_axis_type", None) for x in program.out_avals]
-        varying = [a for kind in kinds if kind is not None for a in kind.varying if a in model]
-        _loss_checks.check_invariant(sorted(set(varying)))
-    elif not typed and call.differentiated is not None:
-        live = [True] + [False] * (len(program.out_avals) - 1)
-        found = differentiated_collectives(program, call.differentiated, live, model)
-        _loss_checks.check_raw_collectives(found)
-
-
-def _trace_weight(call: Call, layouts: Layouts, axes: Sequence[str], sample: Sequence[Any]) -> Any:
-    """Returns the weight of one microbatch as a jaxpr of the array leaves, or None."""
-    options = call.options
-    weight_fn = options.weight_fn
-    if weight_fn is None:
-        return None
-
-    def flat(*arrays: Any) -> jax.Array:
-        args, kwargs = call.form.batch_arguments(options.fun, arrays)
-        weight = weight_fn(*args, **kwargs)
-        _loss_checks.check_weight(weight)
-        return vary(jax.lax.stop_gradient(jnp.asarray(weight)), axes)
-
-    program = jax.make_jaxpr(flat)(*sample)
-    found = _jaxpr.collectives_over(program, call.where.axis_names)
-    _loss_checks.check_weight_collectives(found, call.where.axis_names)
-    # Of devices that share a microbatch and disagree on its weight, one would skip it and leave
-    # the others waiting.
-    used = _jaxpr.used_inputs(program)
-    split_over = {a for i in used for dim in layouts.leaves[i].dims for a in dim}
-    alone = [a for a in layouts.manual if not _jaxpr.collectives_over(program, (a,))]
-    _loss_checks.check_weight_invariant([a for a in alone if a in split_over])
-    return program
-
-
 def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
     """Accumulates this device's microbatches and takes the one mean.
 
@@ -170,13 +94,13 @@ def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -
     _contracts.check_microbatches([leaves[i] for i in rows], k, size)
 
     sample = [x[0] if role is Role.BATCH else x for role, x in zip(roles, leaves, strict=True)]
-    program, tree, types = _trace_loss(call, typed, sample)
+    program, tree, types = _trace.trace_loss(call, layouts, typed, sample)
     found.append(tree)
     weighted = options.weight_fn is not None
     mean = options.loss_reduction == "mean" and not weighted
     loop = _loop.Loop(
         loss=program,
-        weight=_trace_weight(call, layouts, typed, sample),
+        weight=_trace.trace_weight(call, layouts, typed, sample),
         aux_types=types,
         roles=roles,
         differentiated=call.differentiated or (False,) * len(arrays),
@@ -234,7 +158,8 @@ def _run(call: Call, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
         layouts,
         arrays,
         wanted,
-        check_vma=options.check_vma,
+        # Inside a region whose values are typed, so are ours.
+        check_vma=options.check_vma or is_typed(call.where.manual_axes),
         differentiable=not options.fused,
     )
     shared, grads = out["shared"], out["grads"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -54,17 +55,11 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Layouts:
-    """The layouts of a call's array leaves.
-
-    Attributes:
-      leaves: one an array leaf.
-      manual: the model axes that become manual, those that `in_specs` names.
-      automatic: the model axes of more than one device that stay automatic.
-    """
+    """The layouts of a call's array leaves, and what becomes of the model axes."""
 
     leaves: tuple[Layout, ...]
-    manual: tuple[str, ...] = ()
-    automatic: tuple[str, ...] = ()
+    manual: tuple[str, ...] = ()  # those that `in_specs` names
+    automatic: tuple[str, ...] = ()  # the others, of more than one device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +74,9 @@ class _Leaf:
     grad_spec: PartitionSpec | None
     data_axes: tuple[str, ...]
 
-    def given(self) -> Iterator[tuple[str, PartitionSpec]]:
+    def given(self) -> list[tuple[str, PartitionSpec]]:
         named = (("in_specs", self.spec), ("grad_specs", self.grad_spec))
-        return ((name, spec) for name, spec in named if spec is not None)
+        return [(name, spec) for name, spec in named if spec is not None]
 
     def _padded(self, spec: PartitionSpec) -> Dims:
         return dims_of(spec) + ((),) * (len(self.shape) - len(dims_of(spec)))
@@ -95,6 +90,9 @@ class _Leaf:
     @property
     def grad_dims(self) -> Dims:
         return self.dims if self.grad_spec is None else self._padded(self.grad_spec)
+
+    def both(self) -> tuple[tuple[str, Dims], tuple[str, Dims]]:
+        return ("in_specs", self.dims), ("grad_specs", self.grad_dims)
 
     def say(self, name: str, why: str) -> str:
         spec = self.spec if name == "in_specs" or self.grad_spec is None else self.grad_spec
@@ -125,8 +123,7 @@ def lay_out(
     if not where.axis_names:  # one device without a mesh: every spec is kept
         return Layouts((Layout(),) * len(arrays))
     in_specs, grad_specs = (s.of_leaves(api, form, fun) for s in specs)
-    leaves = []
-    owners = form.owners()
+    leaves, owners = [], form.owners()
     for i, (path, x) in enumerate(zip(form.paths(fun), arrays, strict=True)):
         broadcast = form.is_batch[owners[i]] and x.ndim == 0  # a prefix of the batch's names it
         given = (None, None) if broadcast else (in_specs[i], grad_specs[i])
@@ -141,9 +138,8 @@ def lay_out(
     known = data | model | outer
     automatic = tuple(a for a, size in where.sizes if a not in known and size > 1)
     told = {a for leaf in leaves for d in leaf.grad_dims for a in d} - known
-    scatters = set(automatic) <= told | set(where.explicit_axes)
     manual = tuple(a for a, _ in where.sizes if a in model - outer)
-    laid_out = tuple(_layout(leaf, where, manual, automatic, scatters) for leaf in leaves)
+    laid_out = tuple(_layout(leaf, where, manual, automatic, told) for leaf in leaves)
     _check_dimensions(api, leaves, laid_out)
     return Layouts(laid_out, manual, automatic)
 
@@ -154,14 +150,19 @@ def _pairs(dims: Dims) -> Pairs:
 
 
 def _layout(
-    leaf: _Leaf, where: DataMesh, manual: Sequence[str], automatic: Sequence[str], scatters: bool
+    leaf: _Leaf,
+    where: DataMesh,
+    manual: Sequence[str],
+    automatic: Sequence[str],
+    told: set[str],
 ) -> Layout:
     """Lays out one leaf.
 
     `psum_scatter` and `all_gather` beside an automatic axis would gather the leaf over that axis
     first. So there the partitioner gathers the leaf, before the region; and its gradient is
-    scattered inside a further region, manual over the automatic axes too, if what is known of them
-    suffices (`scatters`), and else all-reduced and cut.
+    scattered inside a further region, manual over the automatic axes too, if the leaf's layout
+    over them is known, and else all-reduced and cut. It is known of Explicit axes, and of those
+    that some spec of a gradient names (`told`), if this leaf's own spec was given.
     """
     data = where.axis_names
     region = () if where.manual else (*data, *manual)
@@ -169,7 +170,9 @@ def _layout(
         return Layout(True, only(leaf.dims, region), only(leaf.grad_dims, region))
     gathered = tuple(reversed(_pairs(only(leaf.dims, data))))
     cut = _pairs(only(leaf.grad_dims, data))
-    told = only(leaf.grad_dims, automatic)
+    said = only(leaf.grad_dims, automatic)
+    unknown = set(automatic) - set(where.explicit_axes)
+    scatters = not unknown or (leaf.grad_spec is not None and unknown <= told)
     before = bool(gathered and automatic and not where.manual)
     unconstrained = PartitionSpec.UNCONSTRAINED
     return Layout(
@@ -180,7 +183,7 @@ def _layout(
         gathered=() if before else gathered,
         scattered=cut if scatters else (),
         sliced=() if scatters else cut,
-        automatic=told if any(told) else only(leaf.explicit, automatic),
+        automatic=said if any(said) else only(leaf.explicit, automatic),
     )
 
 
@@ -221,7 +224,7 @@ def _check_batch(api: str, leaves: Sequence[_Leaf], where: DataMesh) -> None:
     bad = [
         leaf.say(name, "the data axes split axis 0 of a batch, all of them and nothing else")
         for leaf in leaves
-        for name, dims in (("in_specs", leaf.dims), ("grad_specs", leaf.grad_dims))
+        for name, dims in leaf.both()
         if leaf.role is Role.BATCH
         and (dims[0] != data or set(data) & {a for d in dims[1:] for a in d} or dims != leaf.dims)
     ]
@@ -237,18 +240,21 @@ def _check_divisible(api: str, leaves: Sequence[_Leaf], where: DataMesh) -> None
             size * math.prod(sizes[a] for a in axes if where.manual and a in where.axis_names)
             for size, axes in zip(leaf.shape, leaf.dims, strict=True)
         ]
-        for name, dims in (("in_specs", leaf.dims), ("grad_specs", leaf.grad_dims)):
-            if leaf.role is Role.BATCH or (name == "grad_specs" and leaf.grad_spec is None):
+        for name, dims in leaf.both():
+            if name == "grad_specs" and leaf.grad_spec is None:
                 continue
             for i, axes in enumerate(dims):
+                if leaf.role is Role.BATCH and i == 0:  # microbatches count there too
+                    continue
                 axes = tuple(a for a in axes if a not in outer or a in where.axis_names)
                 if shape[i] % math.prod(sizes[a] for a in axes):
                     factors = " * ".join(f"{a} {sizes[a]}" for a in axes)
                     bad.append(
                         leaf.say(name, f"axis {i} ({shape[i]}) does not divide by {factors}")
                     )
-    remedy = "Split another dimension of them, leave them replicated, PartitionSpec(), or pad them."
-    _raise(api, bad, remedy)
+    _raise(
+        api, bad, "Split another dimension, leave them replicated, PartitionSpec(), or pad them."
+    )
 
 
 def _check_model_axes(api: str, leaves: Sequence[_Leaf], where: DataMesh, model: set[str]) -> None:
@@ -264,10 +270,8 @@ def _check_model_axes(api: str, leaves: Sequence[_Leaf], where: DataMesh, model:
     minor = [
         leaf.say(name, "a data axis before a model axis in one dimension")
         for leaf in leaves
-        for name, dims in (("in_specs", leaf.dims), ("grad_specs", leaf.grad_dims))
-        for axes in dims
-        if [a in where.axis_names for a in axes if a in where.axis_names or a in model]
-        != sorted(a in where.axis_names for a in axes if a in where.axis_names or a in model)
+        for name, dims in leaf.both()
+        if any(a in where.axis_names and b in model for axes in dims for a, b in pairwise(axes))
     ]
     _raise(api, minor, "The gathered part would be no shard of the model axis: name that first.")
     moved = [
@@ -282,15 +286,10 @@ def _check_dimensions(api: str, leaves: Sequence[_Leaf], layouts: Sequence[Layou
     """A data axis and an automatic model axis on one dimension: the parts would be permuted."""
     bad = []
     for leaf, layout in zip(leaves, layouts, strict=True):
-        data = {a for d in leaf.dims + leaf.grad_dims for a in d if a in leaf.data_axes}
-        cut = {i for dims in (leaf.dims, leaf.grad_dims) for i, _ in _pairs(only(dims, data))}
-        if leaf.role is Role.BATCH:
-            continue
-        for i, axes in enumerate(layout.automatic):
+        cut = {i for _, dims in leaf.both() for i, _ in _pairs(only(dims, leaf.data_axes))}
+        for i, axes in enumerate(() if leaf.role is Role.BATCH else layout.automatic):
             if axes and i in cut:
+                name = "in_specs" if leaf.grad_spec is None else "grad_specs"
                 why = f"axis {i} is split over {', '.join(axes)} too, an automatic model axis"
-                bad.append(
-                    leaf.say("grad_specs" if leaf.grad_spec is not None else "in_specs", why)
-                )
-    remedy = "Put the data axis on another dimension, or name the model axis in in_specs (manual)."
-    _raise(api, bad, remedy)
+                bad.append(leaf.say(name, why))
+    _raise(api, bad, "Put the data axis on another dimension, or name the model axis in in_specs.")

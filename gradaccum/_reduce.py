@@ -82,7 +82,8 @@ def gather(x: jax.Array, layout: Layout) -> jax.Array:
     """Gathers a leaf along the dimensions that it is split in: once, before the loop."""
     with jax.named_scope("gradaccum/gather"):
         for dimension, axis in layout.gathered:
-            x = jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
+            if x.shape[dimension]:  # XLA takes no empty one
+                x = jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
     return x
 
 
@@ -99,7 +100,8 @@ def _scatter(grads: Sequence[Any], layouts: Layouts) -> list[Any]:
         parts = []
         for g, layout in zip(scattered, layouts.leaves, strict=True):
             for dimension, axis in layout.scattered if g is not None else ():
-                g = jax.lax.psum_scatter(g, axis, scatter_dimension=dimension, tiled=True)
+                if g.shape[dimension]:
+                    g = jax.lax.psum_scatter(g, axis, scatter_dimension=dimension, tiled=True)
             parts.append(g)
         return parts
 

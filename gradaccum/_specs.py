@@ -79,20 +79,41 @@ class Specs:
 
     def _spread(self, api: str, place: int, tree: Any) -> list[PartitionSpec | None]:
         leaves, prefix = self.prefixes[place]
+        specs, argument = (
+            jax.tree.unflatten(prefix, leaves),
+            jax.tree.unflatten(tree, range(tree.num_leaves)),
+        )
         spread: list[PartitionSpec | None] = []
         try:
             jax.tree.map(
                 lambda spec, part: spread.extend([spec] * len(jax.tree.leaves(part))),
-                jax.tree.unflatten(prefix, leaves),
-                jax.tree.unflatten(tree, range(tree.num_leaves)),
+                specs,
+                argument,
                 is_leaf=_is_spec,
             )
         except (ValueError, TypeError) as e:
             raise ValueError(
-                f"{api}: {self.name}[{place}] is not a pytree prefix of its argument: it is "
-                f"{prefix}, the argument is {tree}."
+                f"{api}: {self.name}[{place}] is not a pytree prefix of its argument: "
+                f"{_difference(specs, argument)}."
             ) from e
         return spread
+
+
+def _difference(specs: Any, argument: Any) -> str:
+    """Says where specs are no prefix of an argument: by path, or by kind where the paths agree."""
+    given, there = (
+        [path for path, _ in jax.tree_util.tree_flatten_with_path(x, is_leaf=_is_spec)[0]]
+        for x in (specs, argument)
+    )
+    say = jax.tree_util.keystr
+    missing = [say(path) for path in there if not any(path[: len(s)] == s for s in given)]
+    extra = [say(s) for s in given if not any(path[: len(s)] == s for path in there)]
+    parts = [f"it has nothing for {', '.join(missing)}"] if missing else []
+    parts += [f"the argument has no {', '.join(extra)}"] if extra else []
+    kinds = (
+        f"it is {jax.tree.structure(specs, is_leaf=_is_spec)}, that {jax.tree.structure(argument)}"
+    )
+    return "; ".join(parts) or kinds
 
 
 def _is_spec(x: Any) -> bool:
@@ -103,8 +124,10 @@ def _is_plain(x: Any) -> bool:
     """True for None and for a spec of axis names alone."""
     if not isinstance(x, PartitionSpec):
         return x is None
+    if x.unreduced or x.reduced:
+        return False
     named = [a for d in x for a in (d if isinstance(d, tuple) else (d,))]
-    return not (x.unreduced or x.reduced) and all(a is None or isinstance(a, str) for a in named)
+    return all(a is None or isinstance(a, str) for a in named)
 
 
 def dims_of(spec: PartitionSpec) -> Dims:

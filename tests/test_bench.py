@@ -60,12 +60,24 @@ def test_run(capsys, tmp_path):
         assert cells[name]["bytes a step"] == f"{row['all_reduce_bytes']:,}"
         assert cells[name]["all-reduces a step"] == f"{row['all_reduces']:,}"
         assert row["temp_gradient_trees"] == row["temp_bytes"] / TREE
+        assert cells[name]["peak memory, bytes"] == f"{row['peak_bytes']:,}"
+        assert row["peak_bytes"] > row["temp_bytes"]
+        assert row["bytes_across_slices"] is None  # there is one slice
     assert rows["gradaccum"]["ratio"] == 1
 
     # One reduction of one tree and the loss, against one for every microbatch and layer.
     for name in "shard_map", "gradaccum", "gradaccum_by_value":
         assert (rows[name]["all_reduces"], rows[name]["calls"]) == (1, 1)
         assert rows[name]["all_reduce_bytes"] == TREE + 4
+    for name in "zero2", "fsdp":  # no gradient is reduced whole; what is split is gathered once
+        assert (rows[name]["all_reduces"], rows[name]["all_reduce_bytes"]) == (1, 4)
+        others = rows[name]["other_collective_bytes"]
+        assert others == {"reduce-scatter": TREE, "all-gather": TREE}
+    assert "one cross-device mean, checked" in printed
+    # Of the gradients alone: arguments, accumulator and result, whole or the eighth that is held.
+    peaks = {name: row["gradient_peak_bytes"] for name, row in rows.items()}
+    assert peaks["multisteps"] is None
+    assert peaks["gradaccum"] > peaks["zero2"] > 2 * TREE
     for name in "naive", "multisteps":  # 4 microbatches of 2 layers and a loss
         assert rows[name]["all_reduces"] == 4 * (2 + 1)
         assert rows[name]["all_reduce_bytes"] == 4 * (TREE + 4)
@@ -95,6 +107,23 @@ def test_bfloat16_agrees_within_its_own_tolerance(capsys):
     assert "(at most 0.05)" in capsys.readouterr().out
 
 
+def test_over_two_slices_a_device_sends_its_part_of_the_gradients(capsys):
+    names = "shard_map,gradaccum,zero2,fsdp"
+    results = bench.bench(
+        parse(*TINY, "--noprogram_size", "--num_slices=2", "--dp=4", f"--contenders={names}")
+    )
+    printed = capsys.readouterr().out
+    assert "8 devices, cpu" in printed
+    assert "gradaccum, zero2, fsdp: one cross-device mean, checked" in printed
+    crossing = {name: row["bytes_across_slices"] for name, row in results["contenders"].items()}
+    # On one mesh of CPUs XLA reduces whole trees; what is split crosses in parts, with the loss.
+    assert crossing == dict.fromkeys(("shard_map", "gradaccum"), TREE + 4) | dict.fromkeys(
+        ("zero2", "fsdp"), TREE // 4 + 4
+    )
+    assert f"fsdp a step between slices: {TREE // 4 + 4:,} bytes a device" in printed
+    assert max(d["update"] for d in results["differences"].values()) <= 1e-5
+
+
 def test_a_step_that_loses_a_microbatch_is_refused_before_any_time(capsys, monkeypatch):
     def lossy(problem):
         step = bench_steps.shard_map(problem)
@@ -119,7 +148,7 @@ def test_a_nan_is_refused():
 
 def test_what_is_only_compiled_is_not_measured(capsys, monkeypatch):
     here = meshes.make({"dp": 8}, "--dp=8")
-    monkeypatch.setattr(bench, "mesh_elsewhere", lambda topology, dp: here)
+    monkeypatch.setattr(bench, "mesh_elsewhere", lambda topology, axes: here)
     results = bench.bench(parse(*TINY, "--topology=v3:2x2", "--noprogram_size"))
     row = table(capsys.readouterr().out)["naive"]
     assert row["median, s"] == row["min to max, s"] == row["ratio"] == "not measured"
@@ -127,6 +156,16 @@ def test_what_is_only_compiled_is_not_measured(capsys, monkeypatch):
     assert results["contenders"]["naive"]["median_seconds"] is None
     assert results["differences"] is None
     assert results["devices"]["ran"] is False
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("name", bench_steps.CONTENDERS)
+def test_donate_gives_the_parameters_to_every_step(name, donate):
+    mesh = meshes.make({"dp": 8}, "--dp=8")
+    problem = bench_steps.Problem(mesh, 2, 16, 32, 2, jnp.dtype("float32"), donate)
+    step = bench_steps.CONTENDERS[name](problem)
+    (params, *_), _ = step.jitted.lower(*step.shapes).args_info
+    assert params.donated == donate
 
 
 ############################################ Mistakes ############################################
@@ -137,12 +176,14 @@ def test_what_is_only_compiled_is_not_measured(capsys, monkeypatch):
     [
         (
             ["--batch_size=500"],
-            r"500 rows are not divisible by grad_acc_steps \* dp = 64 \* 8 = 512; .* is: 512\.",
+            r"500 rows are not divisible by grad_acc_steps .* = 64 \* 8 \* 1 = 512; .* is: 512\.",
         ),
         (
             ["--batch_size=100", "--grad_acc_steps=4", "--dp=3"],
-            r"100 rows are not divisible by .* 4 \* 3 = 12; .* is: 96 or 108\.",
+            r"100 rows are not divisible by .* 4 \* 3 \* 1 = 12; .* is: 96 or 108\.",
         ),
+        (["--num_slices=2"], r"grad_acc_steps \* dp \* num_slices = 64 \* 8 \* 2 = 1024"),
+        (["--donate"], r"--donate is for what is only compiled: give --topology\."),
         (["--rounds=0"], r"--rounds=0"),
         (["--dtype=float8"], r"float32\|bfloat16"),
         (["--contenders=naive"], r"got naive; .* gradaccum among them: ratios are to it"),
@@ -163,6 +204,8 @@ def test_bad_flags_are_one_line(args, message):
 def test_too_few_devices():
     with pytest.raises(ValueError, match=r"--dp=16: needs 16 devices, found 8 \(cpu\); use 8 or"):
         bench.bench(parse("--dp=16", "--batch_size=1024"))
+    with pytest.raises(ValueError, match=r"--num_slices=2 --dp=8: needs 2 \* 8 = 16 devices"):
+        bench.bench(parse("--num_slices=2", "--batch_size=1024"))
 
 
 def test_a_topology_without_libtpu_names_the_extra(monkeypatch):

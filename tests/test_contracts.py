@@ -7,7 +7,7 @@ from jax.extend import core as jex_core
 from jax.sharding import AxisType
 
 import gradaccum
-from gradaccum import _call, _loop, _reduce
+from gradaccum import _call, _loop, _reduce, _trace
 
 
 def loss_fn(params, batch):
@@ -40,24 +40,24 @@ def transpose_the_split(monkeypatch):
 
 
 def weigh_each_row(monkeypatch):
-    trace = _call._trace_weight
+    trace = _trace.trace_weight
 
     def broken(*args):
         weight = jex_core.jaxpr_as_fun(trace(*args))
         return jax.make_jaxpr(lambda *arrays: weight(*arrays)[0][None])(*args[-1])
 
-    monkeypatch.setattr(_call, "_trace_weight", broken)
+    monkeypatch.setattr(_trace, "trace_weight", broken)
 
 
 def lose_a_row_of_the_loss(monkeypatch):
-    trace = _call._trace_loss
+    trace = _trace.trace_loss
 
     def broken(*args):
         program, *rest = trace(*args)
         loss = jex_core.jaxpr_as_fun(program)
         return jax.make_jaxpr(lambda *arrays: [loss(*arrays)[0][None]])(*args[-1]), *rest
 
-    monkeypatch.setattr(_call, "_trace_loss", broken)
+    monkeypatch.setattr(_trace, "trace_loss", broken)
 
 
 def accumulate_in_the_leafs_dtype(monkeypatch):

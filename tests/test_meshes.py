@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from absl_apps import meshes
 
@@ -44,6 +45,25 @@ def test_a_mesh_may_use_some_of_the_devices(size):
 def test_too_large_a_mesh_is_refused_with_the_numbers(axes, asked, simulate, message):
     with pytest.raises(ValueError, match=message):
         meshes.make(axes, asked, simulate)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((16, 64, 64), P("dp")),
+        ((6, 64, 512), P(None, "dp")),  # the first that divides, not the largest
+        ((6, 6, 512), P(None, None, "dp")),
+        ((8, 127), P()),  # under 1,024 elements
+        ((8, 128), P("dp")),
+        ((4096 + 2,), P()),  # nothing divides
+        ((0, 2048), P()),
+        ((), P()),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("axes", [{"dp": 4}, {"replica": 2, "dp": 4}], ids=["one", "two-axes"])
+def test_arrays_are_split_by_one_rule(shape, spec, axes):
+    assert meshes.split_spec(shape, meshes.make(axes, "")) == spec
 
 
 @pytest.fixture

@@ -18,11 +18,15 @@ import numpy as np
 import optax
 import pytest
 from absl import flags
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from absl_apps import meshes, train, train_flags, transformer
+from gradaccum import audit
 
 TINY = ("--d_model=16", "--n_layer=2", "--n_head=2", "--seq_len=16")
 BATCH = ("--global_batch=16", "--microbatches=2")
+ADAMW = train.make_optimizer("adamw", optax.constant_schedule(0.02))
 RUN = (*TINY, *BATCH, "--steps=20", "--learning_rate=0.03")
 
 
@@ -88,6 +92,44 @@ def test_step_applies_the_full_batch_gradient(full_batch, devices, microbatches)
     )
 
 
+@pytest.mark.parametrize("mesh", ["dp=8", "replica=2,dp=4"])
+@pytest.mark.parametrize("sharding", train_flags.SHARDINGS)
+def test_every_sharding_takes_the_same_steps(full_batch, reference_losses, sharding, mesh):
+    config, params, tokens, _ = full_batch
+    mesh = meshes.make(meshes.parse(mesh), f"--mesh={mesh}")
+    specs, grad_specs = train.state_specs(sharding, config, ADAMW, mesh)
+    lies = {name: {str(s) for s in jax.tree.leaves(tree)} for name, tree in specs._asdict().items()}
+    whole, both = {str(P())}, {str(P()), str(P("dp")), str(P(None, "dp"))}
+    assert lies["params"] == (both if sharding == "fsdp" else whole)
+    assert lies["opt_state"] == (whole if sharding == "replicated" else both)
+    assert specs.opt_state[1][0].mu == grad_specs  # moments lie as their parameters' gradients
+
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    state = jax.device_put(train.TrainState(params, ADAMW.init(params)), where)
+    step = train.make_step(config, mesh, 2, ADAMW, sharding).lower(state, tokens).compile()
+    audit.assert_one_reduction(step, axis_name=mesh.axis_names, mesh=mesh)
+    found = []
+    for _ in range(len(reference_losses)):
+        state, loss = step(state, tokens)  # the state comes out as it went in
+        found.append(float(loss))
+    np.testing.assert_allclose(found, reference_losses, rtol=1e-4)
+    assert found[-1] < found[0] - 0.1
+
+
+@pytest.fixture(scope="module")
+def reference_losses(full_batch):
+    """Four steps on one device, without gradaccum."""
+    config, params, tokens, _ = full_batch
+    state, found = train.TrainState(params, ADAMW.init(params)), []
+    value_and_grad = jax.jit(jax.value_and_grad(transformer.loss), static_argnums=2)
+    for _ in range(4):
+        loss, grads = value_and_grad(state.params, tokens, config)
+        updates, opt_state = ADAMW.update(grads, state.opt_state, state.params)
+        state = train.TrainState(optax.apply_updates(state.params, updates), opt_state)
+        found.append(float(loss))
+    return found
+
+
 def test_schedule_counts_steps():
     schedule = train.make_schedule(peak=1.0, warmup_steps=4, steps=12)
     rates = [float(schedule(jnp.asarray(step))) for step in range(13)]
@@ -113,6 +155,21 @@ def test_every_optimizer_descends(name):
         return jax.lax.scan(body, (x, tx.init(x)), length=100)[0][0]
 
     assert np.all(np.abs(descend(jnp.array([1.0, -1.0]))) < 0.2)
+
+
+def test_a_sharded_run_is_described(text, workdir, finished, capsys):
+    flags_ = ("--sharding=fsdp", "--mesh=replica=2,dp=4", "--steps=2", f"--workdir={workdir}")
+    run = train.train(parse(*TINY, *BATCH, "--learning_rate=0.03", f"--data={text}", *flags_))
+    printed = capsys.readouterr().out
+    assert "mesh: replica=2,dp=4, cpu" in printed
+    assert f"state: {run['state_bytes']:,} bytes of parameters and optimizer on each" in printed
+    assert "one cross-device mean: checked" in printed
+    whole = finished[0]["state_bytes"]
+    assert whole == 3 * 4 * run["parameters"] + 8  # adamw's two moments, and two counts of steps
+    assert whole / 4 < run["state_bytes"] < whole / 2  # what is small stays whole
+    # Between replicas a part of the gradients crosses, whole only what is small.
+    assert run["audit"]["totals"]["replica"]["bytes"] < 4 * run["parameters"] / 2
+    assert losses(workdir)[0] == pytest.approx(losses(finished[1])[0], abs=1e-3)
 
 
 def test_loss_falls_below_the_unigram_entropy(finished):
@@ -141,7 +198,9 @@ def test_another_run_is_not_overwritten(text, workdir):
     ("args", "message"),
     [
         (["--mesh=dp"], r"--mesh=dp: 'dp' is not a new axis name=size"),
-        (["--mesh=mp=2"], r"axes mp, but this program splits the batch over the one axis dp"),
+        (["--mesh=mp=2"], r"axes mp, but this program splits the batch over dp, or replica and dp"),
+        (["--mesh=dp=4,replica=2"], r"axes dp, replica, but .* write --mesh=dp=8 or --mesh=repl"),
+        (["--sharding=zero3"], r"replicated\|zero\|fsdp"),
         (["--n_head=3"], r"d_model = 128 is not divisible by 2 \* n_head = 2 \* 3 = 6"),
         (["--steps=0"], r"--steps=0"),
         (["--microbatches=-1"], r"--microbatches=-1"),

@@ -16,8 +16,8 @@ from gradaccum._arguments import (
     is_key,
     positional_parameters,
 )
-from gradaccum._layout import Layouts, lay_out
-from gradaccum._mesh import UNSET, is_typed, vary, varying_axes
+from gradaccum._layout import Layout, Layouts, lay_out
+from gradaccum._mesh import UNSET, DataMesh, is_typed, vary, varying_axes
 from gradaccum._microbatch import split
 from gradaccum._options import Call
 from gradaccum._shard import explicit_as_auto, moved_gradients, shard_over_data
@@ -129,13 +129,21 @@ def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -
             "aux": [_cast_aux(x, d) for x, d in zip(total.aux, aux_dtypes, strict=True)],
         },
         "rows": own.aux,
-        "grads": [_like(g, x) for g, x in zip(grads, arrays, strict=True)],
+        "grads": [
+            _like(g, x, where, layout)
+            for g, x, layout in zip(grads, arrays, layouts.leaves, strict=True)
+        ],
     }
 
 
-def _like(g: Any, x: jax.Array) -> Any:
-    """Returns the gradient in the type that a cotangent of `x` has."""
-    return None if g is None else vary(g.astype(x.dtype), varying_axes(x))
+def _like(g: Any, x: jax.Array, where: DataMesh, layout: Layout) -> Any:
+    """Returns the gradient in the dtype of `x`, varying as it is to leave the region."""
+    if g is None:
+        return None
+    axes = varying_axes(x)
+    if not where.manual:  # our own region: over what splits it, and as `x` does in one outside
+        axes = axes.intersection(where.manual_axes).union(*layout.grad_dims)
+    return vary(g.astype(x.dtype), axes if is_typed(where.axis_names) else ())
 
 
 def _cast_aux(x: Any, dtype: Any) -> Any:

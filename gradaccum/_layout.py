@@ -1,18 +1,23 @@
-"""How each array leaf of a call, and its gradient, lie on the mesh; and what cannot be."""
+"""How each array leaf of a call, and its gradient, lie on the mesh."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from gradaccum._arguments import Arguments, Role
-from gradaccum._mesh import DataMesh, describe
+from gradaccum._mesh import DataMesh, is_typed, varying_axes
+from gradaccum._spec_checks import (
+    Leaf,
+    check_dimensions,
+    check_local,
+    check_model_axes,
+    check_specs,
+)
 from gradaccum._specs import Dims, Specs, dims_of, only, spec_of
 
 Pairs = tuple[tuple[int, str], ...]  # (dimension, mesh axis)
@@ -62,43 +67,6 @@ class Layouts:
     automatic: tuple[str, ...] = ()  # the others, of more than one device
 
 
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """One array leaf, and what was given for it."""
-
-    path: str
-    role: Role
-    shape: tuple[int, ...]
-    explicit: Dims  # the Explicit axes of its type
-    spec: PartitionSpec | None
-    grad_spec: PartitionSpec | None
-    data_axes: tuple[str, ...]
-
-    def given(self) -> list[tuple[str, PartitionSpec]]:
-        named = (("in_specs", self.spec), ("grad_specs", self.grad_spec))
-        return [(name, spec) for name, spec in named if spec is not None]
-
-    def _padded(self, spec: PartitionSpec) -> Dims:
-        return dims_of(spec) + ((),) * (len(self.shape) - len(dims_of(spec)))
-
-    @property
-    def dims(self) -> Dims:
-        rows = PartitionSpec(self.data_axes if self.role is Role.BATCH else None)
-        default = rows if self.shape else PartitionSpec()
-        return self._padded(default if self.spec is None else self.spec)
-
-    @property
-    def grad_dims(self) -> Dims:
-        return self.dims if self.grad_spec is None else self._padded(self.grad_spec)
-
-    def both(self) -> tuple[tuple[str, Dims], tuple[str, Dims]]:
-        return ("in_specs", self.dims), ("grad_specs", self.grad_dims)
-
-    def say(self, name: str, why: str) -> str:
-        spec = self.spec if name == "in_specs" or self.grad_spec is None else self.grad_spec
-        return f"{name} of {self.path}, shape {self.shape}, is {spec}: {why}"
-
-
 def lay_out(
     api: str,
     specs: tuple[Specs, Specs],
@@ -128,19 +96,19 @@ def lay_out(
         broadcast = form.is_batch[owners[i]] and x.ndim == 0  # a prefix of the batch's names it
         given = (None, None) if broadcast else (in_specs[i], grad_specs[i])
         explicit = dims_of(jax.typeof(x).sharding.spec)
-        leaves.append(
-            _Leaf(path, form.roles[i], tuple(x.shape), explicit, *given, where.axis_names)
-        )
+        leaves.append(Leaf(path, form.roles[i], tuple(x.shape), explicit, *given, where.axis_names))
     data, outer = set(where.axis_names), set(where.manual_axes)
-    _check_specs(api, leaves, where)
+    check_specs(api, leaves, where)
     model = {a for leaf in leaves for d in leaf.dims for a in d} - data
-    _check_model_axes(api, leaves, where, model)
+    check_model_axes(api, leaves, where, model)
+    if where.manual and is_typed(where.axis_names):
+        check_local(api, leaves, [varying_axes(x) for x in arrays])
     known = data | model | outer
     automatic = tuple(a for a, size in where.sizes if a not in known and size > 1)
     told = {a for leaf in leaves for d in leaf.grad_dims for a in d} - known
     manual = tuple(a for a, _ in where.sizes if a in model - outer)
     laid_out = tuple(_layout(leaf, where, manual, automatic, told) for leaf in leaves)
-    _check_dimensions(api, leaves, laid_out)
+    check_dimensions(api, leaves, [layout.automatic for layout in laid_out])
     return Layouts(laid_out, manual, automatic)
 
 
@@ -150,7 +118,7 @@ def _pairs(dims: Dims) -> Pairs:
 
 
 def _layout(
-    leaf: _Leaf,
+    leaf: Leaf,
     where: DataMesh,
     manual: Sequence[str],
     automatic: Sequence[str],
@@ -185,111 +153,3 @@ def _layout(
         sliced=() if scatters else cut,
         automatic=said if any(said) else only(leaf.explicit, automatic),
     )
-
-
-def _raise(api: str, complaints: Sequence[str], remedy: str) -> None:
-    if complaints:
-        raise ValueError(f"{api}: {'; '.join(complaints)}. {remedy}")
-
-
-def _check_specs(api: str, leaves: Sequence[_Leaf], where: DataMesh) -> None:
-    """Each spec by itself: axes, rank, divisibility, and the batch's axis 0."""
-    sizes = dict(where.sizes)
-    given = [(leaf, name, spec) for leaf in leaves for name, spec in leaf.given()]
-    unknown = [
-        leaf.say(name, f"the mesh has no axis {', '.join(map(repr, bad))}")
-        for leaf, name, spec in given
-        if (bad := [a for d in dims_of(spec) for a in d if a not in sizes])
-    ]
-    _raise(api, unknown, f"The mesh's axes are {describe(where.sizes)}.")
-    twice = [
-        leaf.say(name, "an axis is named twice")
-        for leaf, name, spec in given
-        if len(named := [a for d in dims_of(spec) for a in d]) > len(set(named))
-    ]
-    _raise(api, twice, "An axis splits one dimension only.")
-    long = [
-        leaf.say(name, f"{len(spec)} dimensions, but the array's rank is {len(leaf.shape)}")
-        for leaf, name, spec in given
-        if len(spec) > len(leaf.shape)
-    ]
-    _raise(api, long, "Give such leaves a spec of their own, e.g. PartitionSpec().")
-    _check_batch(api, leaves, where)
-    _check_divisible(api, leaves, where)
-
-
-def _check_batch(api: str, leaves: Sequence[_Leaf], where: DataMesh) -> None:
-    data = where.axis_names
-    spec = PartitionSpec(data if len(data) > 1 else data[0])
-    bad = [
-        leaf.say(name, "the data axes split axis 0 of a batch, all of them and nothing else")
-        for leaf in leaves
-        for name, dims in leaf.both()
-        if leaf.role is Role.BATCH
-        and (dims[0] != data or set(data) & {a for d in dims[1:] for a in d} or dims != leaf.dims)
-    ]
-    _raise(api, bad, f"Give {spec} (and model axes on other dimensions), the same in both.")
-
-
-def _check_divisible(api: str, leaves: Sequence[_Leaf], where: DataMesh) -> None:
-    sizes, outer = dict(where.sizes), set(where.manual_axes)
-    bad = []
-    for leaf in leaves:
-        # In an outer region the shapes are local: what is gathered there is larger.
-        shape = [
-            size * math.prod(sizes[a] for a in axes if where.manual and a in where.axis_names)
-            for size, axes in zip(leaf.shape, leaf.dims, strict=True)
-        ]
-        for name, dims in leaf.both():
-            if name == "grad_specs" and leaf.grad_spec is None:
-                continue
-            for i, axes in enumerate(dims):
-                if leaf.role is Role.BATCH and i == 0:  # microbatches count there too
-                    continue
-                axes = tuple(a for a in axes if a not in outer or a in where.axis_names)
-                if shape[i] % math.prod(sizes[a] for a in axes):
-                    factors = " * ".join(f"{a} {sizes[a]}" for a in axes)
-                    bad.append(
-                        leaf.say(name, f"axis {i} ({shape[i]}) does not divide by {factors}")
-                    )
-    _raise(
-        api, bad, "Split another dimension, leave them replicated, PartitionSpec(), or pad them."
-    )
-
-
-def _check_model_axes(api: str, leaves: Sequence[_Leaf], where: DataMesh, model: set[str]) -> None:
-    """Model axes: manual where they can be, the same of a gradient, and major to data axes."""
-    if where.manual:
-        open_axes = model - set(where.manual_axes)
-        bad = [
-            leaf.say("in_specs", "not manual in the outer shard_map")
-            for leaf in leaves
-            if open_axes & {a for d in leaf.dims for a in d}
-        ]
-        _raise(api, bad, f"Make {', '.join(sorted(open_axes))} manual there.")
-    minor = [
-        leaf.say(name, "a data axis before a model axis in one dimension")
-        for leaf in leaves
-        for name, dims in leaf.both()
-        if any(a in where.axis_names and b in model for axes in dims for a, b in pairwise(axes))
-    ]
-    _raise(api, minor, "The gathered part would be no shard of the model axis: name that first.")
-    moved = [
-        leaf.say("grad_specs", f"its model axes are not those of in_specs, {spec_of(leaf.dims)}")
-        for leaf in leaves
-        if only(leaf.grad_dims, model) != only(leaf.dims, model)
-    ]
-    _raise(api, moved, "Only data axes can be added: a gradient lies on model axes as its leaf.")
-
-
-def _check_dimensions(api: str, leaves: Sequence[_Leaf], layouts: Sequence[Layout]) -> None:
-    """A data axis and an automatic model axis on one dimension: the parts would be permuted."""
-    bad = []
-    for leaf, layout in zip(leaves, layouts, strict=True):
-        cut = {i for _, dims in leaf.both() for i, _ in _pairs(only(dims, leaf.data_axes))}
-        for i, axes in enumerate(() if leaf.role is Role.BATCH else layout.automatic):
-            if axes and i in cut:
-                name = "in_specs" if leaf.grad_spec is None else "grad_specs"
-                why = f"axis {i} is split over {', '.join(axes)} too, an automatic model axis"
-                bad.append(leaf.say(name, why))
-    _raise(api, bad, "Put the data axis on another dimension, or name the model axis in in_specs.")

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from gradaccum._arguments import Arguments
+from gradaccum._arguments import Arguments, positional_parameters
 
 Dims = tuple[tuple[str, ...], ...]  # the mesh axes of each dimension, the major one first
 
@@ -63,10 +63,11 @@ class Specs:
           ValueError: there are more of them than arguments, or one is no prefix of its argument.
         """
         places = form.positions(fun)
-        count = 1 + max((p for p in places if p is not None), default=-1)
+        given = 1 + max((p for p in places if p is not None), default=-1)
+        count = max(given, len(positional_parameters(fun)))
         if len(self.prefixes) > count:
             raise ValueError(
-                f"{api}: {self.name} has {len(self.prefixes)} entries, but the call has {count} "
+                f"{api}: {self.name} has {len(self.prefixes)} entries, but the loss takes {count} "
                 "positional arguments. Give one PartitionSpec, or prefix, for each."
             )
         found: list[PartitionSpec | None] = []

@@ -109,9 +109,11 @@ def accumulate(
       accumulator_dtype: of the gradient sums; default float32, or the gradient's own if wider.
         Gradients return in their parameter's dtype, cast after the mean.
       reduce_dtype: of the gradients on the wire, e.g. bfloat16; default the accumulator's.
-      check_vma: as in `jax.shard_map`. False: any loss; but `psum`, `pmean` and `all_gather` over a
-        manual model axis, where the loss is differentiated through them, are refused (their
-        transpose would be wrong). True: they are right, and the loss must type-check.
+      check_vma: as in `jax.shard_map`. False: any loss. What varies over a manual model axis is
+        then followed in the traced loss, and refused are: a loss or aux that varies; where it is
+        differentiated, a replicated value that enters sharded computation without `copy_to`, and
+        `psum`, `pmean`, `all_gather`, whose transposes would be wrong. True: these are right,
+        replicated values need no `copy_to`, and the loss must type-check.
       fused: add gradients in place, inside the backward pass, for parameters that are scanned
         over as a stack of layers. False: by value throughout, same values; `jax.vmap` of its
         gradient, second derivatives, and differentiating through a `lax.scan` that holds it need

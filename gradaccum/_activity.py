@@ -8,7 +8,7 @@ equation: active walks them forward in program order, live walks them back in re
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -24,17 +24,17 @@ _WRONG_TRANSPOSE = ("psum", "all_gather")
 # Their derivative is zero.
 _FLAT = ("stop_gradient", "floor", "ceil", "round", "sign")
 # Each operand flows to its own result alone.
-_PAIRWISE = ("psum", "optimization_barrier")
+PAIRWISE = ("psum", "optimization_barrier")
 # Their derivative is the user's, so what is inside is never transposed.
-_OWN_RULE = ("custom_vjp_call", "linear_call")
+OWN_RULE = ("custom_vjp_call", "linear_call")
 # Their derivative is that of what is inside. All others count as functions of all operands: the
 # rule of a custom_jvp (a straight-through estimator) may depend on more than its body does.
-_TRANSPARENT = (
+TRANSPARENT = (
     *("jit", "pjit", "remat2", "checkpoint", "shard_map", "closed_call", "core_call"),
     *("scan", "while", "cond"),
 )
 
-_Pairs = list[tuple[Any, Any]]
+Pairs = list[tuple[Any, Any]]
 
 
 class Collective(NamedTuple):
@@ -45,13 +45,23 @@ class Collective(NamedTuple):
     source: str  # "file:line:column (function)", or "unknown"
 
 
-class _Body(NamedTuple):
+class Body(NamedTuple):
     """A jaxpr inside an equation, and how values flow into, out of and around it."""
 
     jaxpr: Any
-    enter: _Pairs  # (outside, inside)
-    leave: _Pairs  # (inside, outside)
-    back: _Pairs  # (inside, inside): what one iteration hands to the next
+    enter: Pairs  # (outside, inside)
+    leave: Pairs  # (inside, outside)
+    back: Pairs  # (inside, inside): what one iteration hands to the next
+
+    def mapped(self, change: Callable[[Iterable[tuple[Any, Any]]], Pairs]) -> Body:
+        return Body(self.jaxpr, *map(change, (self.enter, self.leave, self.back)))
+
+
+class Flow(NamedTuple):
+    """What flows from where to where: of each equation, around its bodies and through them."""
+
+    edges: Callable[[Any], Pairs]  # (input, output)
+    bodies: Callable[[Any], list[Body]]
 
 
 def differentiated_collectives(
@@ -73,9 +83,9 @@ def differentiated_collectives(
       names: the primitives of interest.
     """
     jaxpr = open_jaxpr(jaxpr)
-    inputs = {v for v, on in zip(jaxpr.invars, active, strict=True) if on and _has_tangent(v)}
-    outputs = {v for v, on in zip(jaxpr.outvars, live, strict=True) if on and _has_tangent(v)}
-    reached = _reach(jaxpr, inputs, True), _reach(jaxpr, outputs, False)
+    inputs = {v for v, on in zip(jaxpr.invars, active, strict=True) if on and has_tangent(v)}
+    outputs = {v for v, on in zip(jaxpr.outvars, live, strict=True) if on and has_tangent(v)}
+    reached = reach(jaxpr, inputs, True), reach(jaxpr, outputs, False)
     return list(_collect(jaxpr, *reached, axis_names, names))
 
 
@@ -87,69 +97,72 @@ def _collect(
     names: Collection[str],
 ) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
-        axes = _axes(eqn)
+        axes = axes_of(eqn)
         if (
             eqn.primitive.name in names
             and any(a in axis_names for a in axes)
-            and any(a in active and b in live for a, b in _edges(eqn))
+            and any(a in active and b in live for a, b in edges(eqn))
         ):
             source = source_info_util.summarize(eqn.source_info)
             yield Collective(eqn.primitive.name, axes, source)
-        for body in _bodies(eqn):
-            inside = _inside(body, active, True), _inside(body, live, False)
-            yield from _collect(body.jaxpr, *inside, axis_names, names)
+        for body in differentiable_bodies(eqn):
+            found = inside(body, active, True), inside(body, live, False)
+            yield from _collect(body.jaxpr, *found, axis_names, names)
 
 
-def _reach(jaxpr: Any, start: set[Any], forward: bool) -> set[Any]:
-    """Returns the variables of a jaxpr that depend on `start`, or on which it depends."""
-    reached = set(start)
+def reach(jaxpr: Any, start: set[Any], forward: bool, flow: Flow | None = None) -> set[Any]:
+    """Returns what depends in a jaxpr on `start`, or on what `start` depends."""
+    flow, reached = flow or DERIVATIVE, set(start)
     for eqn in jaxpr.eqns if forward else reversed(jaxpr.eqns):
-        if eqn.primitive.name not in _TRANSPARENT:
-            reached |= _image(_edges(eqn), reached, forward)
-            continue
-        for body in _bodies(eqn):
-            inside = _inside(body, reached, forward)
-            reached |= _image(body.leave if forward else body.enter, inside, forward)
+        reached |= image(flow.edges(eqn), reached, forward)
+        for body in flow.bodies(eqn):
+            found = inside(body, reached, forward, flow)
+            reached |= image(body.leave if forward else body.enter, found, forward)
     return reached
 
 
-def _inside(body: _Body, outside: set[Any], forward: bool) -> set[Any]:
+def inside(body: Body, outside: set[Any], forward: bool, flow: Flow | None = None) -> set[Any]:
     """Returns what is reached inside a body, over any number of iterations."""
-    start = _image(body.enter if forward else body.leave, outside, forward)
+    start = image(body.enter if forward else body.leave, outside, forward)
     while start:
-        reached = _reach(body.jaxpr, start, forward)
-        again = _image(body.back, reached, forward)
+        reached = reach(body.jaxpr, start, forward, flow)
+        again = image(body.back, reached, forward)
         if again <= start:
             return reached
         start |= again
     return set()
 
 
-def _image(pairs: _Pairs, start: set[Any], forward: bool) -> set[Any]:
+def image(pairs: Pairs, start: set[Any], forward: bool) -> set[Any]:
     if forward:
         return {b for a, b in pairs if a in start}
     return {a for a, b in pairs if b in start}
 
 
-def _edges(eqn: Any) -> _Pairs:
+def edges(eqn: Any) -> Pairs:
     """Returns the pairs (input, output) of an equation between which there is a derivative."""
     if eqn.primitive.name in _FLAT:
         return []
-    if eqn.primitive.name in _PAIRWISE:
-        return _differentiable(zip(eqn.invars, eqn.outvars, strict=True))
+    if eqn.primitive.name in PAIRWISE:
+        return differentiable(zip(eqn.invars, eqn.outvars, strict=True))
     # A ref is an output too: it may be written, with any of the operands.
-    return _differentiable(itertools.product(eqn.invars, [*eqn.outvars, *_refs(eqn.invars)]))
+    return differentiable(itertools.product(eqn.invars, [*eqn.outvars, *refs_among(eqn.invars)]))
 
 
-def _bodies(eqn: Any) -> list[_Body]:
+def differentiable_bodies(eqn: Any) -> list[Body]:
     """Returns the jaxprs inside an equation that its derivative looks into."""
-    name, inputs, found = eqn.primitive.name, eqn.invars, sub_jaxprs(eqn)
-    if name in _OWN_RULE:
+    if eqn.primitive.name in OWN_RULE:
         return []
-    if name == "while":  # the condition has no derivative
+    return [body.mapped(differentiable) for body in bodies(eqn)]
+
+
+def bodies(eqn: Any) -> list[Body]:
+    """Returns the jaxprs inside an equation, but for the condition of a loop."""
+    name, inputs, found = eqn.primitive.name, eqn.invars, sub_jaxprs(eqn)
+    if name == "while":
         inputs = inputs[eqn.params["cond_nconsts"] :]
         found = [open_jaxpr(eqn.params["body_jaxpr"])]
-    elif name == "cond":  # nor has the index of the branch
+    elif name == "cond":  # the index of the branch doesn't enter it
         inputs = inputs[1:]
     matched = all(
         len(inner.invars) == len(inputs) and len(inner.outvars) == len(eqn.outvars)
@@ -158,8 +171,8 @@ def _bodies(eqn: Any) -> list[_Body]:
     return [_body(eqn, inputs, inner, matched) for inner in found]
 
 
-def _body(eqn: Any, inputs: Sequence[Any], inner: Any, matched: bool) -> _Body:
-    refs = _refs(inner.invars)
+def _body(eqn: Any, inputs: Sequence[Any], inner: Any, matched: bool) -> Body:
+    refs = refs_among(inner.invars)
     enter: Iterable[tuple[Any, Any]]
     leave: Iterable[tuple[Any, Any]]
     if matched:
@@ -168,13 +181,13 @@ def _body(eqn: Any, inputs: Sequence[Any], inner: Any, matched: bool) -> _Body:
         leave = [*zip(inner.outvars, eqn.outvars, strict=True), *written]
     else:
         enter = itertools.product(inputs, inner.invars)
-        leave = itertools.product([*inner.outvars, *refs], [*eqn.outvars, *_refs(inputs)])
+        leave = itertools.product([*inner.outvars, *refs], [*eqn.outvars, *refs_among(inputs)])
     # What is written into a ref in one iteration is read in the next.
     back = [*_carry(eqn, inputs, inner), *((r, r) for r in refs)]
-    return _Body(inner, _differentiable(enter), _differentiable(leave), _differentiable(back))
+    return Body(inner, list(enter), list(leave), back)
 
 
-def _carry(eqn: Any, inputs: Sequence[Any], inner: Any) -> _Pairs:
+def _carry(eqn: Any, inputs: Sequence[Any], inner: Any) -> Pairs:
     """Returns the pairs (output, input) of a loop's body that are one carried value."""
     if eqn.primitive.name not in ("scan", "while"):
         return []
@@ -191,15 +204,15 @@ def _slices(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     return sum(a != b for a, b in zip(*ranks, strict=True))
 
 
-def _refs(variables: Sequence[Any]) -> list[Any]:
+def refs_among(variables: Sequence[Any]) -> list[Any]:
     return [v for v in variables if isinstance(v.aval, AbstractRef)]
 
 
-def _differentiable(pairs: Iterable[tuple[Any, Any]]) -> _Pairs:
-    return [(a, b) for a, b in pairs if _has_tangent(a) and _has_tangent(b)]
+def differentiable(pairs: Iterable[tuple[Any, Any]]) -> Pairs:
+    return [(a, b) for a, b in pairs if has_tangent(a) and has_tangent(b)]
 
 
-def _has_tangent(v: Any) -> bool:
+def has_tangent(v: Any) -> bool:
     if isinstance(v, jex_core.Literal):
         return False
     # Types of the user's own have no dtype; they may hold anything.
@@ -207,8 +220,15 @@ def _has_tangent(v: Any) -> bool:
     return dtype is None or bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
-def _axes(eqn: Any) -> tuple[str, ...]:
+def axes_of(eqn: Any) -> tuple[str, ...]:
     """Returns the named axes of a collective (a number is an axis of a vmap)."""
     named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     named = named if isinstance(named, tuple | list | set | frozenset) else (named,)
     return tuple(a for a in named if isinstance(a, str))
+
+
+# The flow of derivatives.
+DERIVATIVE = Flow(
+    edges=lambda eqn: [] if eqn.primitive.name in TRANSPARENT else edges(eqn),
+    bodies=lambda eqn: differentiable_bodies(eqn) if eqn.primitive.name in TRANSPARENT else [],
+)

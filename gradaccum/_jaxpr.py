@@ -155,14 +155,6 @@ def has_aliased_ref(jaxpr: Any) -> bool:
     return False
 
 
-def used_inputs(jaxpr: Any) -> list[int]:
-    """Returns the inputs that some equation takes, or that are an output."""
-    jaxpr = open_jaxpr(jaxpr)
-    used = {v for eqn in jaxpr.eqns for v in eqn.invars if _is_variable(v)}
-    used |= {v for v in jaxpr.outvars if _is_variable(v)}
-    return [i for i, v in enumerate(jaxpr.invars) if v in used]
-
-
 def computes_in(jaxpr: Any, dtype: Any) -> bool:
     """True if an input or any intermediate value has this dtype."""
     jaxpr = open_jaxpr(jaxpr)

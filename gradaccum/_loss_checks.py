@@ -13,6 +13,7 @@ from optax.microbatching import AccumulationType
 
 from gradaccum._activity import Collective
 from gradaccum._checks import API
+from gradaccum._variance import Entry
 
 
 def check_unchanged(classes: Sequence[str]) -> None:
@@ -165,13 +166,27 @@ def check_raw_collectives(found: Sequence[Collective]) -> None:
 
 
 def check_invariant(varying: Sequence[str]) -> None:
-    """Raises ValueError if loss or aux still vary over model axes (`check_vma=True`)."""
+    """Raises ValueError if loss or aux are not the same on all devices of a model axis."""
     if varying:
         axes = ", ".join(varying)
         raise ValueError(
-            f"{API}: with check_vma=True the loss, or its aux, varies over the model axis {axes}: "
-            f"it must be one value on all its devices. Sum it with jax.lax.psum over {axes} (or "
-            "gradaccum.tensor_parallel.reduce_from)."
+            f"{API}: in_specs names the model axis {axes}, so the loss sees one device's shard "
+            "and the loss, or its aux, varies over it: each device would have a value of its own. "
+            "Sum it with gradaccum.tensor_parallel.reduce_from (or, with check_vma=True, "
+            "jax.lax.psum). A loss that is written for jit wants the axis left out of in_specs; "
+            "an axis that the batch is split over belongs in axis_name."
+        )
+
+
+def check_entries(entries: Sequence[Entry], axis: str) -> None:
+    """Raises ValueError for replicated values that enter sharded computation without an f."""
+    if entries:
+        where = "; ".join(dict.fromkeys(f"{x.primitive} at {x.source}" for x in entries))
+        raise ValueError(
+            f"{API}: a value that is the same on all devices of {axis} enters computation that "
+            f"differs between them ({where}), so each device would have a part of its gradient. "
+            f"Pass it through gradaccum.tensor_parallel.copy_to(x, {axis!r}) there, or give "
+            "check_vma=True."
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ from optax.microbatching import AccumulationType
 
 from gradaccum import _contracts
 from gradaccum._layout import Layout, Layouts
-from gradaccum._mesh import DataMesh
+from gradaccum._mesh import DataMesh, is_typed
 from gradaccum._microbatch import merge
 from gradaccum._specs import spec_of
 
@@ -157,7 +157,15 @@ def reduce_sum(
     """
     if not where.axis_names:
         return sums
-    psum: Callable[..., Any] = replicated_sum if replicated else jax.lax.psum
+    sizes, typed = dict(where.sizes), is_typed(where.axis_names)
+
+    def psum(x: Any, names: tuple[str, ...]) -> Any:
+        # Beside an automatic axis XLA fails on a psum over an axis of one device.
+        names = names if typed else tuple(a for a in names if sizes[a] > 1)
+        if not names:
+            return x
+        return replicated_sum(x, names) if replicated else jax.lax.psum(x, names)
+
     with jax.named_scope("gradaccum/mean"):
         wire = jax.tree.map(lambda g: g.astype(narrow(g.dtype, reduce_dtype)), sums.grads)
         parts = _scatter(wire, layouts)
@@ -168,8 +176,8 @@ def reduce_sum(
 
         everywhere = where.axis_names
         total: Sums = psum(sums._replace(grads=over(everywhere)), everywhere)
-        some = [names for names in dict.fromkeys(summed) if names not in (everywhere, ())]
-        found = [total.grads, over(()), *(psum(over(names), names) for names in some)]
+        some = [names for names in dict.fromkeys(summed) if names != everywhere]
+        found = [total.grads, *(psum(over(names), names) for names in some)]
         grads = [
             next((g for g in of_leaf if g is not None), None)
             for of_leaf in zip(*found, strict=True)
@@ -179,7 +187,7 @@ def reduce_sum(
             for g, layout in zip(grads, layouts.leaves, strict=True)
         ]
         _contracts.check_reduced(total._replace(grads=[]), sums._replace(grads=[]))
-        _contracts.check_parts(grads, wire, layouts.leaves, dict(where.sizes))
+        _contracts.check_parts(grads, wire, layouts.leaves, sizes)
         grads = jax.tree.map(lambda g, own: g.astype(own.dtype), grads, sums.grads)
     return total._replace(grads=grads)
 

@@ -15,6 +15,7 @@ from gradaccum._arguments import changed, objects
 from gradaccum._layout import Layouts
 from gradaccum._mesh import vary
 from gradaccum._options import Call
+from gradaccum._variance import unentered, varying_outputs
 
 
 def trace_loss(
@@ -67,10 +68,7 @@ def trace_weight(call: Call, layouts: Layouts, axes: Sequence[str], sample: Sequ
     _loss_checks.check_weight_collectives(found, call.where.axis_names)
     # Of devices that share a microbatch and disagree on its weight, one would skip it and leave
     # the others waiting.
-    used = _jaxpr.used_inputs(program)
-    split_over = {a for i in used for dim in layouts.leaves[i].dims for a in dim}
-    alone = [a for a in layouts.manual if not _jaxpr.collectives_over(program, (a,))]
-    _loss_checks.check_weight_invariant([a for a in alone if a in split_over])
+    _loss_checks.check_weight_invariant(_varying_axes(layouts, program))
     return program
 
 
@@ -83,9 +81,25 @@ def _check_model_axes(call: Call, layouts: Layouts, typed: Sequence[str], progra
         return
     if typed:
         kinds = [getattr(x, "manual_axis_type", None) for x in program.out_avals]
-        varying = {a for kind in kinds if kind is not None for a in kind.varying}
-        _loss_checks.check_invariant([a for a in layouts.manual if a in varying])
-    elif call.differentiated is not None:
-        live = [True] + [False] * (len(program.out_avals) - 1)
-        found = differentiated_collectives(program, call.differentiated, live, model)
-        _loss_checks.check_raw_collectives(found)
+        types = {a for kind in kinds if kind is not None for a in kind.varying}
+        _loss_checks.check_invariant([a for a in layouts.manual if a in types])
+        return
+    _loss_checks.check_invariant(_varying_axes(layouts, program))
+    if call.differentiated is None:
+        return
+    live = [True] + [False] * (len(program.out_avals) - 1)
+    found = differentiated_collectives(program, call.differentiated, live, model)
+    _loss_checks.check_raw_collectives(found)
+    for axis in layouts.manual:
+        entries = unentered(program, call.differentiated, live, _splits(layouts, axis), axis)
+        _loss_checks.check_entries(entries, axis)
+
+
+def _splits(layouts: Layouts, axis: str) -> list[bool]:
+    """Returns for each array leaf whether a model axis that is manual splits it."""
+    return [any(axis in dim for dim in layout.dims) for layout in layouts.leaves]
+
+
+def _varying_axes(layouts: Layouts, program: Any) -> list[str]:
+    """Returns the manual model axes that some result of the program varies over."""
+    return [a for a in layouts.manual if any(varying_outputs(program, _splits(layouts, a), a))]

@@ -12,6 +12,7 @@ The walk is that of _activity: forward reachability, here of pairs (tag, variabl
 from __future__ import annotations
 
 import itertools
+import os.path
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -86,9 +87,7 @@ def _entries(
     jaxpr: Any, reached: set[Any], live: set[Any], flow: Flow, call: str
 ) -> Iterator[Entry]:
     for eqn in jaxpr.eqns:
-        source = source_info_util.summarize(eqn.source_info)
-        # Inside a function of jax.numpy no line is the user's; that of its call is.
-        row = Entry(eqn.primitive.name, call if source in ("", "unknown") else source)
+        row = Entry(eqn.primitive.name, _source(eqn, call))
         if eqn.primitive.name in OWN_RULE:
             # A g sums m equal values, and its rule passes the cotangent on once.
             pairs = [(a[1], b[1]) for a, b in flow.edges(eqn) if a and a[0] == b[0] == _SHARED]
@@ -110,6 +109,16 @@ def _entries(
             ):
                 yield row
             yield from _entries(body.jaxpr, found, needed, flow, row.source)
+
+
+def _source(eqn: Any, call: str) -> str:
+    """Returns the user's line: inside a function of jax.numpy there is none but that of its call.
+
+    In reduce_from it is the caller's.
+    """
+    frames = source_info_util.summarize(eqn.source_info, num_frames=4).split("\n")
+    frames = [x for x in frames if not x.startswith(os.path.dirname(__file__))]
+    return frames[-1] if frames and frames[-1] not in ("", "unknown") else call
 
 
 def _shared(v: Any, reached: set[Any]) -> bool:

@@ -24,13 +24,13 @@ TOLERANCE = {
 COMPILE_FAST = {"xla_backend_optimization_level": 0}
 
 
-def assert_close(got, want, dtype=None):
+def assert_close(got, want, dtype=None, within=None):
     """Asserts two trees equal up to `TOLERANCE`, each leaf against its own largest entry."""
     got, tree = jax.tree_util.tree_flatten_with_path(got)
     assert tree == jax.tree.structure(want)
     for (path, a), b in zip(got, jax.tree.leaves(want), strict=True):
         assert a.shape == b.shape, jax.tree_util.keystr(path)
-        tolerance = TOLERANCE[str(dtype or a.dtype)]
+        tolerance = within or TOLERANCE[str(dtype or a.dtype)]
         a, b = (np.asarray(x).astype(np.result_type(x.dtype, np.float64)) for x in (a, b))
         assert np.all(np.isfinite(a)), jax.tree_util.keystr(path)
         error, size = np.max(np.abs(a - b)), np.max(np.abs(b))

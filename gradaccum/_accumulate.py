@@ -61,9 +61,10 @@ def accumulate(
     over, or has as a default argument, every microbatch sees whole. Arguments that are no arrays,
     Python numbers too, reach `fun` as they are; a new value of one is a new trace.
 
-    Communication: one `psum` over the data axes after the loop, of gradients, loss, weight and
-    aux together; none before it, and none in it unless the loss itself communicates over the data
-    axes (sync batch norm), which warns.
+    Communication: after the loop one `psum` over the data axes, of gradients, loss, weight and aux
+    together. Where specs name data axes, parameters are gathered once before the loop and
+    gradients reduce-scattered once after it. None in the loop, unless the loss itself communicates
+    over the data axes (sync batch norm), which warns.
 
     Args:
       fun: the loss function of one microbatch, to a real scalar, or to `(scalar, aux)` with
@@ -113,7 +114,8 @@ def accumulate(
         then followed in the traced loss, and refused are: a loss or aux that varies; where it is
         differentiated, a replicated value that enters sharded computation without `copy_to`, and
         `psum`, `pmean`, `all_gather`, whose transposes would be wrong. True: these are right,
-        replicated values need no `copy_to`, and the loss must type-check.
+        replicated values need no `copy_to`, and the loss must type-check. Inside an outer
+        `shard_map` that one's holds.
       fused: add gradients in place, inside the backward pass, for parameters that are scanned
         over as a stack of layers. False: by value throughout, same values; `jax.vmap` of its
         gradient, second derivatives, and differentiating through a `lax.scan` that holds it need
@@ -131,13 +133,15 @@ def accumulate(
         arguments or shapes have, what is needed, and the remedy. Differentiating through aux too.
 
     Cost:
-      Collectives: one all-reduce a call (XLA may split or merge it): the differentiated
-      parameters' bytes in `reduce_dtype` plus loss, weight and aux. Memory: one accumulator of
-      the differentiated parameters, and one microbatch's gradient of those that are not scanned
+      Collectives: without specs one all-reduce a call (XLA may split or merge it), of the
+      differentiated parameters' bytes in `reduce_dtype` plus loss, weight and aux. Memory: one
+      accumulator of these parameters, and one microbatch's gradient of those that are not scanned
       over once in their accumulator's dtype. Program size does not depend on k (x2 with `overlap`).
       With specs that name data axes: one all-gather a call of each leaf that `in_specs` splits, one
       reduce-scatter of each gradient that is split, one all-reduce of what is left; the gathered
-      parameters and one full accumulator stay on each device during the call. Beside an automatic
+      parameters and one full accumulator stay on each device during the call. Split the first
+      dimension where you can: a scatter along another takes one more gradient tree on GPUs and
+      CPUs (a transposed copy). Beside an automatic
       model axis a gradient is reduce-scattered if the leaf's layout over that axis is known, from
       its Explicit type or from `grad_specs`; else it is all-reduced and cut, still split over the
       model axis, at twice the bytes on the wire (GPU and TPU compilers may merge the two).
@@ -167,7 +171,8 @@ def accumulate(
         check_axes(_checks.API, axis_name, mesh)
     specs = Specs.of(_checks.API, "in_specs", in_specs)
     gradient_specs = Specs.of(_checks.API, "grad_specs", grad_specs)
-    _checks.check_spec_axes((specs, gradient_specs), axis_name, mesh)
+    for given in (specs, gradient_specs):
+        _checks.check_spec_axes(given.name, given.axes, axis_name, mesh)
     keyed = key_argnums is not UNSET or key_argnames is not UNSET
     aux_leaves, aux_tree = jax.tree.flatten(aux_accumulator)
     make = functools.partial(

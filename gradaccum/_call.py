@@ -52,7 +52,7 @@ def _check(call: Call, layouts: Layouts, arrays: Sequence[Any]) -> None:
         exempt = {owners[i] for i, d in enumerate(call.differentiated) if d}
 
     def forgotten(i: int) -> bool:
-        meant = owners[i] in exempt or layouts.leaves[i].given
+        meant = owners[i] in exempt or layouts.leaves[i].placed
         whole = roles[i] is Role.BROADCAST and not meant
         return whole and arrays[i].ndim > 0 and arrays[i].shape[0] == size
 

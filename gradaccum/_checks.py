@@ -13,7 +13,6 @@ from jax.sharding import AbstractMesh, Mesh
 from optax.microbatching import AccumulationType
 
 from gradaccum._mesh import Unset, describe
-from gradaccum._specs import Specs
 
 API = "accumulate"
 
@@ -82,20 +81,19 @@ def check_mesh(mesh: Any) -> None:
         )
 
 
-def check_spec_axes(specs: Sequence[Specs], axis_name: Any, mesh: Any) -> None:
-    """Raises ValueError for specs without data axes, or with an axis that the mesh has not."""
-    for given in specs:
-        if given.axes and axis_name is None:
-            raise ValueError(
-                f"{API}: {given.name} names {', '.join(map(repr, given.axes))}, but axis_name=None "
-                "means no mesh. Name a data axis (it may have size 1)."
-            )
-        unknown = [a for a in given.axes if mesh is not None and a not in mesh.axis_names]
-        if unknown:
-            raise ValueError(
-                f"{API}: {given.name} names {', '.join(map(repr, unknown))}, but the mesh's axes "
-                f"are {describe(mesh.shape.items())}."
-            )
+def check_spec_axes(name: str, axes: Sequence[str], axis_name: Any, mesh: Any) -> None:
+    """Raises ValueError for axes in specs without a data axis, or that are not the mesh's."""
+    if axes and axis_name is None:
+        raise ValueError(
+            f"{API}: {name} names {', '.join(map(repr, axes))}, but axis_name=None means no mesh. "
+            "Name a data axis (it may have size 1)."
+        )
+    unknown = [a for a in axes if mesh is not None and a not in mesh.axis_names]
+    if unknown:
+        raise ValueError(
+            f"{API}: {name} names {', '.join(map(repr, unknown))}, but the mesh's axes are "
+            f"{describe(mesh.shape.items())}. Name one of these, or give another mesh."
+        )
 
 
 def check_reduction(loss_reduction: str, weight_fn: Any) -> None:
@@ -188,7 +186,7 @@ def check_forgotten(leaves: Mapping[str, Any], size: int) -> None:
         raise ValueError(
             f"{API}: {_shapes(leaves)}: axis 0 is the batch's, B = {size}, but it is not named in "
             "batch_argnums or batch_argnames, so every microbatch would see all of it. Name its "
-            "argument there; if all of it is what you mean, close over it instead."
+            "argument there; if all of it is what you mean, give its in_specs, or close over it."
         )
 
 

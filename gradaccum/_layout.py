@@ -18,7 +18,7 @@ from gradaccum._spec_checks import (
     check_model_axes,
     check_specs,
 )
-from gradaccum._specs import Dims, Specs, dims_of, only, spec_of
+from gradaccum._specs import Dims, Specs, axes_in, dims_of, only, spec_of
 
 Pairs = tuple[tuple[int, str], ...]  # (dimension, mesh axis)
 
@@ -28,17 +28,17 @@ class Layout:
     """How one array leaf and its gradient lie on the mesh. The default: replicated.
 
     Attributes:
-      given: the user gave a spec for the leaf or for its gradient.
+      placed: the gradient lies by `grad_dims`; False: as the leaf's own type says.
       dims: the manual axes of each dimension of the leaf, as it enters the manual region.
       grad_dims: those of its gradient as it leaves.
-      constraint: how the leaf lies before it enters, where that is more than `dims`.
-      gathered: along what the leaf is gathered in the region, in that order.
-      scattered: along what its gradient is reduce-scattered, in that order.
-      sliced: along what its gradient is cut after the all-reduce.
+      constraint: how the leaf is laid out before it enters, for the partitioner to gather it there.
+      gathered: the (dimension, axis) pairs that the leaf is gathered along in the region, in order.
+      scattered: those that its gradient is reduce-scattered along, in order.
+      sliced: those that its gradient is cut along after the all-reduce, in order.
       automatic: the automatic model axes of each dimension of the gradient, those that are known.
     """
 
-    given: bool = False
+    placed: bool = False
     dims: Dims = ()
     grad_dims: Dims = ()
     constraint: PartitionSpec | None = None
@@ -65,6 +65,8 @@ class Layouts:
     leaves: tuple[Layout, ...]
     manual: tuple[str, ...] = ()  # those that `in_specs` names
     automatic: tuple[str, ...] = ()  # the others, of more than one device
+    # Each axis that `in_specs` names, manual here or in an outer region: which leaves it splits.
+    splits: tuple[tuple[str, tuple[bool, ...]], ...] = ()
 
 
 def lay_out(
@@ -88,9 +90,14 @@ def lay_out(
     Raises:
       ValueError: the specs do not fit the mesh, the leaves or each other; all bad leaves at once.
     """
-    if not where.axis_names:  # one device without a mesh: every spec is kept
-        return Layouts((Layout(),) * len(arrays))
     in_specs, grad_specs = (s.of_leaves(api, form, fun) for s in specs)
+    if not where.axis_names:  # one device without a mesh: nothing to split
+        return Layouts(
+            tuple(
+                Layout(placed=a is not None or b is not None)
+                for a, b in zip(in_specs, grad_specs, strict=True)
+            )
+        )
     leaves, owners = [], form.owners()
     for i, (path, x) in enumerate(zip(form.paths(fun), arrays, strict=True)):
         broadcast = form.is_batch[owners[i]] and x.ndim == 0  # a prefix of the batch's names it
@@ -99,17 +106,20 @@ def lay_out(
         leaves.append(Leaf(path, form.roles[i], tuple(x.shape), explicit, *given, where.axis_names))
     data, outer = set(where.axis_names), set(where.manual_axes)
     check_specs(api, leaves, where)
-    model = {a for leaf in leaves for d in leaf.dims for a in d} - data
+    model = {a for leaf in leaves for a in axes_in(leaf.dims)} - data
     check_model_axes(api, leaves, where, model)
     if where.manual and is_typed(where.axis_names):
         check_local(api, leaves, [varying_axes(x) for x in arrays])
     known = data | model | outer
     automatic = tuple(a for a, size in where.sizes if a not in known and size > 1)
-    told = {a for leaf in leaves for d in leaf.grad_dims for a in d} - known
+    told = {a for leaf in leaves for a in axes_in(leaf.grad_dims)} - known
     manual = tuple(a for a, _ in where.sizes if a in model - outer)
     laid_out = tuple(_layout(leaf, where, manual, automatic, told) for leaf in leaves)
     check_dimensions(api, leaves, [layout.automatic for layout in laid_out])
-    return Layouts(laid_out, manual, automatic)
+    splits = tuple(
+        (a, tuple(a in axes_in(leaf.dims) for leaf in leaves)) for a, _ in where.sizes if a in model
+    )
+    return Layouts(laid_out, manual, automatic, splits)
 
 
 def _pairs(dims: Dims) -> Pairs:
@@ -144,7 +154,7 @@ def _layout(
     before = bool(gathered and automatic and not where.manual)
     unconstrained = PartitionSpec.UNCONSTRAINED
     return Layout(
-        given=leaf.spec is not None or leaf.grad_spec is not None,
+        placed=leaf.spec is not None or leaf.grad_spec is not None,
         dims=only(leaf.dims, manual if before else region),
         grad_dims=only(leaf.grad_dims, region),
         constraint=spec_of(only(leaf.dims, region), unconstrained) if before else None,

@@ -202,8 +202,7 @@ def _trace_safely(loop: Loop, weight: Any, arrays: Sequence[Any]) -> _Traced:
 
 
 def _zeros(aval: Any) -> jax.Array:
-    kind = getattr(aval, "manual_axis_type", None)
-    return vary(jnp.zeros(aval.shape, aval.dtype), kind.varying if kind is not None else ())
+    return vary(jnp.zeros(aval.shape, aval.dtype), varying_axes(aval))
 
 
 def accumulate(

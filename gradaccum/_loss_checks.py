@@ -147,7 +147,11 @@ def raise_aux_differentiated() -> NoReturn:
     )
 
 
-def check_raw_collectives(found: Sequence[Collective]) -> None:
+def _typed(outer: bool) -> str:
+    return "the outer jax.shard_map check_vma=True" if outer else "check_vma=True"
+
+
+def check_raw_collectives(found: Sequence[Collective], outer: bool) -> None:
     """Raises ValueError for collectives over manual model axes whose transpose would be wrong."""
     if not found:
         return
@@ -161,7 +165,7 @@ def check_raw_collectives(found: Sequence[Collective]) -> None:
         f"{ops}.reduce_from instead of psum (divide by the axis's size for pmean), or "
         f"copy_to(reduce_from(x)) where the sum feeds sharded computation again; {ops}.gather_from "
         "instead of all_gather; and copy_to where replicated values enter sharded computation. Or "
-        "give check_vma=True, where raw collectives are right."
+        f"give {_typed(outer)}, where raw collectives are right."
     )
 
 
@@ -178,15 +182,15 @@ def check_invariant(varying: Sequence[str]) -> None:
         )
 
 
-def check_entries(entries: Sequence[Entry], axis: str) -> None:
-    """Raises ValueError for replicated values that enter sharded computation without an f."""
+def check_entries(entries: Sequence[Entry], axis: str, outer: bool) -> None:
+    """Raises ValueError for replicated values that are used as if each device had its own."""
     if entries:
         where = "; ".join(dict.fromkeys(f"{x.primitive} at {x.source}" for x in entries))
         raise ValueError(
-            f"{API}: a value that is the same on all devices of {axis} enters computation that "
-            f"differs between them ({where}), so each device would have a part of its gradient. "
-            f"Pass it through gradaccum.tensor_parallel.copy_to(x, {axis!r}) there, or give "
-            "check_vma=True."
+            f"{API}: a value that is the same on all devices of {axis} is used where each has a "
+            f"part of its own ({where}), so each would have a part of its gradient only. Pass it "
+            f"through gradaccum.tensor_parallel.copy_to(x, {axis!r}) there, or give "
+            f"{_typed(outer)}."
         )
 
 

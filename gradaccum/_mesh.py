@@ -147,8 +147,8 @@ def data_mesh(
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """Returns the manual axes that `x` varies over in its type; empty where types are unchecked."""
-    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    """Returns the manual axes that `x`, an array or its type, varies over; none where unchecked."""
+    kind = getattr(x if hasattr(x, "manual_axis_type") else jax.typeof(x), "manual_axis_type", None)
     return frozenset() if kind is None else frozenset(kind.varying)
 
 

@@ -15,6 +15,7 @@ from gradaccum._layout import Layout, Layouts
 from gradaccum._mesh import DataMesh, is_typed
 from gradaccum._microbatch import merge
 from gradaccum._specs import spec_of
+from gradaccum._transpose import transposes
 
 
 class Sums(NamedTuple):
@@ -52,30 +53,20 @@ def narrow(dtype: Any, wanted: Any) -> Any:
     return wanted
 
 
-# A value that all data devices share, and one that each has its own of, inside an untyped manual
-# region: JAX does not know which is which there. The two are each other's transpose (Megatron's f
-# and g), and their rules call themselves, so that derivatives of any order are right.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def from_replicated(x: Any, axis_names: tuple[str, ...]) -> Any:
-    """Takes a shared value into one device's computation: its cotangents are summed."""
+def _same(x: Any, axis_names: tuple[str, ...]) -> Any:
     del axis_names
     return x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def replicated_sum(x: Any, axis_names: tuple[str, ...]) -> Any:
-    """Sums over devices to a shared value: its cotangent is shared too, and passed on as it is."""
+def _sum(x: Any, axis_names: tuple[str, ...]) -> Any:
     return jax.lax.psum(x, axis_names)
 
 
-from_replicated.defvjp(
-    lambda x, axis_names: (from_replicated(x, axis_names), None),
-    lambda axis_names, _, ct: (replicated_sum(ct, axis_names),),
-)
-replicated_sum.defvjp(
-    lambda x, axis_names: (replicated_sum(x, axis_names), None),
-    lambda axis_names, _, ct: (from_replicated(ct, axis_names),),
-)
+# A value that all devices share, and one that each has its own of, inside an untyped manual region:
+# JAX does not know which is which there. `from_replicated` takes a shared one into each device's
+# computation, so that its cotangents are summed; `replicated_sum` sums to a shared one, whose
+# cotangent is shared too, and passed on as it is (Megatron's f and g).
+from_replicated, replicated_sum = transposes(_same, _sum)
 
 
 def gather(x: jax.Array, layout: Layout) -> jax.Array:
@@ -133,6 +124,12 @@ def _cut(g: jax.Array, layout: Layout) -> jax.Array:
     return g
 
 
+def _untyped(x: jax.Array, axis_name: str) -> jax.Array:
+    """Returns a value that varies over an axis of one device as one that does not."""
+    gathered: jax.Array = jax.lax.all_gather(x, axis_name, to="invarying")
+    return gathered[0]
+
+
 def reduce_sum(
     sums: Sums,
     where: DataMesh,
@@ -160,8 +157,12 @@ def reduce_sum(
     sizes, typed = dict(where.sizes), is_typed(where.axis_names)
 
     def psum(x: Any, names: tuple[str, ...]) -> Any:
-        # Beside an automatic axis XLA fails on a psum over an axis of one device.
-        names = names if typed else tuple(a for a in names if sizes[a] > 1)
+        # Beside an automatic axis XLA fails on a psum over an axis of one device. There a gather
+        # changes the type, and nothing else.
+        for a in names if typed else ():
+            if sizes[a] == 1:
+                x = jax.tree.map(functools.partial(_untyped, axis_name=a), x)
+        names = tuple(a for a in names if sizes[a] > 1)
         if not names:
             return x
         return replicated_sum(x, names) if replicated else jax.lax.psum(x, names)
@@ -174,14 +175,14 @@ def reduce_sum(
         def over(names: tuple[str, ...]) -> list[Any]:
             return [g if a == names else None for g, a in zip(parts, summed, strict=True)]
 
-        everywhere = where.axis_names
-        total: Sums = psum(sums._replace(grads=over(everywhere)), everywhere)
-        some = [names for names in dict.fromkeys(summed) if names != everywhere]
-        found = [total.grads, *(psum(over(names), names) for names in some)]
-        grads = [
-            next((g for g in of_leaf if g is not None), None)
-            for of_leaf in zip(*found, strict=True)
-        ]
+        total: Sums = psum(sums._replace(grads=over(where.axis_names)), where.axis_names)
+        summed_over = {
+            names: psum(over(names), names)
+            for names in dict.fromkeys(summed)
+            if names != where.axis_names
+        }
+        summed_over[where.axis_names] = total.grads
+        grads = [summed_over[names][i] for i, names in enumerate(summed)]
         grads = [
             None if g is None else _cut(g, layout)
             for g, layout in zip(grads, layouts.leaves, strict=True)

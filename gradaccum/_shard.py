@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gradaccum._layout import Layout, Layouts
 from gradaccum._mesh import DataMesh
 from gradaccum._specs import dims_of, spec_of
+from gradaccum._transpose import transposes
 
 
 def explicit_as_auto(where: DataMesh, arrays: Sequence[jax.Array]) -> DataMesh:
@@ -32,7 +33,7 @@ def explicit_as_auto(where: DataMesh, arrays: Sequence[jax.Array]) -> DataMesh:
 
 def gradient_spec(x: Any, layout: Layout, where: DataMesh) -> PartitionSpec:
     """Returns how the gradient of `x` lies on the Explicit axes: as its type will say."""
-    if not layout.given:
+    if not layout.placed:
         own: PartitionSpec = jax.typeof(x).sharding.spec
         return own
     dims = [
@@ -56,10 +57,10 @@ def moved_gradients(
             continue
         spec = gradient_spec(x, layout, where)
         if where.manual:
-            if sorted(layout.gathered) != sorted((*layout.scattered, *layout.sliced)):
-                cut = [[a for j, a in (*layout.scattered, *layout.sliced) if j == d]
-                       for d in range(x.ndim)]  # fmt: skip
-                moved.append((i, spec_of(cut)))
+            cut = layout.scattered + layout.sliced
+            if cut != layout.gathered[::-1]:
+                dims = [[a for j, a in cut if j == d] for d in range(x.ndim)]
+                moved.append((i, spec_of(dims)))
         elif where.explicit_axes and _trimmed(spec) != _trimmed(jax.typeof(x).sharding.spec):
             moved.append((i, spec))
     return moved
@@ -72,29 +73,20 @@ def _trimmed(spec: PartitionSpec) -> list[tuple[str, ...]]:
     return dims
 
 
-# In an untyped region JAX divides the cotangent of an output that is the same on all m devices of
-# an axis by m, and sums that of such an input: right for a sum over the axis, wrong for operators
-# whose own rules pass full cotangents on (Megatron's f and g). These two restore it. It matters for
-# second derivatives only; their rules call each other, so that any order is right.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _at_boundary(x: Any, factor: float) -> Any:
+def _same(x: Any, factor: float) -> Any:
     del factor
     return x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _scaled(x: Any, factor: float) -> Any:
     return x * jnp.asarray(factor, x.dtype)
 
 
-_at_boundary.defvjp(
-    lambda x, factor: (_at_boundary(x, factor), None),
-    lambda factor, _, ct: (_scaled(ct, factor),),
-)
-_scaled.defvjp(
-    lambda x, factor: (_scaled(x, factor), None),
-    lambda factor, _, ct: (_at_boundary(ct, factor),),
-)
+# In an untyped region JAX divides the cotangent of an output that is the same on all m devices of
+# an axis by m, and sums that of such an input: right for a sum over the axis, wrong for operators
+# whose own rules pass full cotangents on (Megatron's f and g). This restores it. It matters for
+# second derivatives only.
+_at_boundary, _ = transposes(_same, _scaled)
 
 
 def shard_over_data(

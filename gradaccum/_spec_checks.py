@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from gradaccum._arguments import Role
 from gradaccum._mesh import DataMesh, describe
-from gradaccum._specs import Dims, dims_of, only, spec_of
+from gradaccum._specs import Dims, axes_in, dims_of, only, spec_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +65,13 @@ def check_specs(api: str, leaves: Sequence[Leaf], where: DataMesh) -> None:
     unknown = [
         leaf.say(name, f"the mesh has no axis {', '.join(map(repr, bad))}")
         for leaf, name, spec in given
-        if (bad := [a for d in dims_of(spec) for a in d if a not in sizes])
+        if (bad := [a for a in axes_in(dims_of(spec)) if a not in sizes])
     ]
     _raise(api, unknown, f"The mesh's axes are {describe(where.sizes)}.")
     twice = [
         leaf.say(name, "an axis is named twice")
         for leaf, name, spec in given
-        if len(named := [a for d in dims_of(spec) for a in d]) > len(set(named))
+        if len(named := axes_in(dims_of(spec))) > len(set(named))
     ]
     _raise(api, twice, "An axis splits one dimension only.")
     long = [
@@ -92,7 +92,7 @@ def _check_batch(api: str, leaves: Sequence[Leaf], where: DataMesh) -> None:
         for leaf in leaves
         for name, dims in leaf.both()
         if leaf.role is Role.BATCH
-        and (dims[0] != data or set(data) & {a for d in dims[1:] for a in d} or dims != leaf.dims)
+        and (dims != leaf.dims or dims[0] != data or set(data) & set(axes_in(dims[1:])))
     ]
     _raise(api, bad, f"Give {spec} (and model axes on other dimensions), the same in both.")
 
@@ -129,7 +129,7 @@ def check_model_axes(api: str, leaves: Sequence[Leaf], where: DataMesh, model: s
         bad = [
             leaf.say("in_specs", "not manual in the outer shard_map")
             for leaf in leaves
-            if open_axes & {a for d in leaf.dims for a in d}
+            if open_axes & set(axes_in(leaf.dims))
         ]
         _raise(api, bad, f"Make {', '.join(sorted(open_axes))} manual there.")
     minor = [
@@ -154,14 +154,13 @@ def check_model_axes(api: str, leaves: Sequence[Leaf], where: DataMesh, model: s
 
 def check_dimensions(api: str, leaves: Sequence[Leaf], automatic: Sequence[Dims]) -> None:
     """A data axis and an automatic model axis on one dimension: the parts would be permuted."""
-    bad = []
-    for leaf, axes_of in zip(leaves, automatic, strict=True):
-        data = [only(dims, leaf.data_axes) for dims in (leaf.dims, leaf.grad_dims)]
-        for i, axes in enumerate(axes_of):
-            if axes and any(dims[i] for dims in data):
-                why = f"axis {i} is split over {', '.join(axes)} too, an automatic model axis"
-                name = "in_specs" if leaf.grad_spec is None else "grad_specs"
-                bad.append(leaf.say(name, why))
+    bad = [
+        leaf.say(name, f"axis {i} is split over {', '.join(axes)} too, an automatic model axis")
+        for leaf, axes_of in zip(leaves, automatic, strict=True)
+        for name, dims in leaf.both()
+        for i, axes in enumerate(axes_of)
+        if axes and set(dims[i]) & set(leaf.data_axes)
+    ]
     _raise(api, bad, "Put the data axis on another dimension, or name the model axis in in_specs.")
 
 
@@ -170,6 +169,6 @@ def check_local(api: str, leaves: Sequence[Leaf], varying: Sequence[Collection[s
     bad = [
         leaf.say("in_specs", f"but its type here is the same on all devices of {', '.join(same)}")
         for leaf, axes in zip(leaves, varying, strict=True)
-        if (same := [a for d in only(leaf.dims, leaf.data_axes) for a in d if a not in axes])
+        if (same := [a for a in axes_in(only(leaf.dims, leaf.data_axes)) if a not in axes])
     ]
     _raise(api, bad, "Inside an outer shard_map in_specs say how the arrays *are* split: as there.")

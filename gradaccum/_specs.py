@@ -52,7 +52,7 @@ class Specs:
     def axes(self) -> list[str]:
         """The mesh axes that they name."""
         specs = [s for leaves, _ in self.prefixes for s in leaves if s is not None]
-        return list(dict.fromkeys(a for s in specs for d in dims_of(s) for a in d))
+        return list(dict.fromkeys(a for s in specs for a in axes_in(dims_of(s))))
 
     def of_leaves(
         self, api: str, form: Arguments, fun: Callable[..., Any]
@@ -67,7 +67,7 @@ class Specs:
         count = max(given, len(positional_parameters(fun)))
         if len(self.prefixes) > count:
             raise ValueError(
-                f"{api}: {self.name} has {len(self.prefixes)} entries, but the loss takes {count} "
+                f"{api}: {self.name} has {len(self.prefixes)} entries, but this call has {count} "
                 "positional arguments. Give one PartitionSpec, or prefix, for each."
             )
         found: list[PartitionSpec | None] = []
@@ -80,12 +80,10 @@ class Specs:
 
     def _spread(self, api: str, place: int, tree: Any) -> list[PartitionSpec | None]:
         leaves, prefix = self.prefixes[place]
-        specs, argument = (
-            jax.tree.unflatten(prefix, leaves),
-            jax.tree.unflatten(tree, range(tree.num_leaves)),
-        )
+        specs = jax.tree.unflatten(prefix, leaves)
+        argument = jax.tree.unflatten(tree, range(tree.num_leaves))
         spread: list[PartitionSpec | None] = []
-        try:
+        try:  # not jax.tree.broadcast: None is a spec here, and a node without leaves there
             jax.tree.map(
                 lambda spec, part: spread.extend([spec] * len(jax.tree.leaves(part))),
                 specs,
@@ -101,7 +99,7 @@ class Specs:
 
 
 def _difference(specs: Any, argument: Any) -> str:
-    """Says where specs are no prefix of an argument: by path, or by kind where the paths agree."""
+    """Says where specs are no prefix of an argument: by path, or by kind where paths agree."""
     given, there = (
         [path for path, _ in jax.tree_util.tree_flatten_with_path(x, is_leaf=_is_spec)[0]]
         for x in (specs, argument)
@@ -109,12 +107,11 @@ def _difference(specs: Any, argument: Any) -> str:
     say = jax.tree_util.keystr
     missing = [say(path) for path in there if not any(path[: len(s)] == s for s in given)]
     extra = [say(s) for s in given if not any(path[: len(s)] == s for path in there)]
+    if not any((*missing, *extra)) or "" in missing:
+        kinds = (jax.tree.structure(x, is_leaf=_is_spec) for x in (specs, argument))
+        return "it is {}, that {}".format(*kinds)
     parts = [f"it has nothing for {', '.join(missing)}"] if missing else []
-    parts += [f"the argument has no {', '.join(extra)}"] if extra else []
-    kinds = (
-        f"it is {jax.tree.structure(specs, is_leaf=_is_spec)}, that {jax.tree.structure(argument)}"
-    )
-    return "; ".join(parts) or kinds
+    return "; ".join(parts + ([f"the argument has no {', '.join(extra)}"] if extra else []))
 
 
 def _is_spec(x: Any) -> bool:
@@ -139,6 +136,11 @@ def dims_of(spec: PartitionSpec) -> Dims:
 def spec_of(dims: Iterable[Sequence[str]], others: Any = None) -> PartitionSpec:
     """Returns the `PartitionSpec` of dimensions, with `others` for those that have no axis."""
     return PartitionSpec(*[others if not d else d[0] if len(d) == 1 else tuple(d) for d in dims])
+
+
+def axes_in(dims: Dims) -> tuple[str, ...]:
+    """Returns all axes of the dimensions."""
+    return tuple(a for d in dims for a in d)
 
 
 def only(dims: Dims, axes: Iterable[str]) -> Dims:

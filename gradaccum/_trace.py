@@ -13,7 +13,7 @@ from gradaccum import _jaxpr, _loss_checks
 from gradaccum._activity import differentiated_collectives
 from gradaccum._arguments import changed, objects
 from gradaccum._layout import Layouts
-from gradaccum._mesh import vary
+from gradaccum._mesh import vary, varying_axes
 from gradaccum._options import Call
 from gradaccum._variance import unentered, varying_outputs
 
@@ -80,8 +80,7 @@ def _check_model_axes(call: Call, layouts: Layouts, typed: Sequence[str], progra
     if not data_axes or not model:
         return
     if typed:
-        kinds = [getattr(x, "manual_axis_type", None) for x in program.out_avals]
-        types = {a for kind in kinds if kind is not None for a in kind.varying}
+        types = frozenset().union(*map(varying_axes, program.out_avals))
         _loss_checks.check_invariant([a for a in layouts.manual if a in types])
         return
     _loss_checks.check_invariant(_varying_axes(layouts, program))
@@ -89,17 +88,12 @@ def _check_model_axes(call: Call, layouts: Layouts, typed: Sequence[str], progra
         return
     live = [True] + [False] * (len(program.out_avals) - 1)
     found = differentiated_collectives(program, call.differentiated, live, model)
-    _loss_checks.check_raw_collectives(found)
-    for axis in layouts.manual:
-        entries = unentered(program, call.differentiated, live, _splits(layouts, axis), axis)
-        _loss_checks.check_entries(entries, axis)
-
-
-def _splits(layouts: Layouts, axis: str) -> list[bool]:
-    """Returns for each array leaf whether a model axis that is manual splits it."""
-    return [any(axis in dim for dim in layout.dims) for layout in layouts.leaves]
+    _loss_checks.check_raw_collectives(found, call.where.manual)
+    for axis, splits in layouts.splits:
+        entries = unentered(program, call.differentiated, live, splits, axis)
+        _loss_checks.check_entries(entries, axis, call.where.manual)
 
 
 def _varying_axes(layouts: Layouts, program: Any) -> list[str]:
     """Returns the manual model axes that some result of the program varies over."""
-    return [a for a in layouts.manual if any(varying_outputs(program, _splits(layouts, a), a))]
+    return [a for a, splits in layouts.splits if any(varying_outputs(program, splits, a))]

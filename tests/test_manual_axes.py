@@ -261,8 +261,8 @@ def test_a_replicated_value_without_copy_to_is_refused(how):
     loss = decorate(no_copy)
     run = {"grad": jax.grad(loss), "method": loss.value_and_grad()}[how]
     message = (
-        "a value that is the same on all devices of mp enters computation that differs between "
-        r"them \(dot_general at .*test_manual_axes.py:\d+.*\), .*"
+        "a value that is the same on all devices of mp is used where each has a part of its own "
+        r"\(dot_general at .*test_manual_axes.py:\d+.*\), .*"
         r"gradaccum.tensor_parallel.copy_to\(x, 'mp'\) there, or give check_vma=True"
     )
     with pytest.raises(ValueError, match=f"^accumulate: {message}"):
@@ -312,3 +312,32 @@ def test_a_weight_that_differs_over_a_model_axis_is_refused():
     )
     got = layouts.jit(jax.value_and_grad(loss))(PARAMS, batch)
     helpers.assert_close(got, expected(), within=2e-5)
+
+
+# --- Inside an outer region, where shard_map has split the arrays already ------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        pytest.param(loss_fn, {}, "the loss, or its aux, varies over it", id="no sum"),
+        pytest.param(no_copy, {}, "give the outer jax.shard_map check_vma=True", id="no copy"),
+        pytest.param(
+            lambda p, batch: g(jnp.mean(jnp.sum(f(p["b"])) * batch["x"])),
+            {"weight_fn": lambda batch: jnp.sum(batch["x"] > 0), "batch": P("dp", "mp")},
+            "return that of all parts, jax.lax.psum",
+            id="weight of a part",
+        ),
+    ],
+)
+def test_inside_an_outer_shard_map_the_same_is_refused(loss, options, message):
+    options = dict(options)
+    batch = options.pop("batch", P("dp"))
+    fun = gradaccum.accumulate(
+        loss, microbatches=2, axis_name="dp", in_specs=(SPECS, batch), **options
+    )
+    outer = jax.shard_map(
+        jax.grad(fun), mesh=mesh(), in_specs=(SPECS, batch), out_specs=SPECS, check_vma=False
+    )
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(outer, PARAMS, BATCH)

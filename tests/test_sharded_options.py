@@ -164,12 +164,29 @@ def test_one_device_keeps_every_spec():
     helpers.assert_close(got, expected(), within=WITHIN)
 
 
+def test_one_device_without_a_mesh_takes_specs_too():
+    """An argument with as many rows as the batch is meant, where its spec is given."""
+
+    def loss_fn(params, batch, rows):
+        return pair_loss(params, batch) * jnp.mean(rows)
+
+    rows = np.ones(pair_batch()["x"].shape[0], np.float32)
+    fun = gradaccum.accumulate(
+        loss_fn, microbatches=2, axis_name="dp", in_specs=(P("dp"), P("dp"), P())
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "device_count", lambda: 1)
+        got = jit(jax.value_and_grad(fun))(init_pair(), pair_batch(), rows)
+    helpers.assert_close(got, expected(), within=WITHIN)
+
+
+@pytest.mark.parametrize("check_vma", [False, True], ids=["untyped", "typed"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_a_data_axis_of_one_device_beside_an_automatic_model_axis(kind):
+def test_a_data_axis_of_one_device_beside_an_automatic_model_axis(kind, check_vma):
     """XLA cannot compile a psum over an axis of one device there."""
     mesh = layouts.mesh_of({"dp": 1, "mp": 2}, kind)
     places = {"up": P(None, "mp"), "down": P("mp"), "bias": P()}
-    fun = gradaccum.accumulate(pair_loss, microbatches=2, axis_name="dp")
+    fun = gradaccum.accumulate(pair_loss, microbatches=2, axis_name="dp", check_vma=check_vma)
     with jax.set_mesh(mesh):
         got = jit(jax.value_and_grad(fun))(layouts.place(init_pair(), mesh, places), pair_batch())
     layouts.assert_lies(got[1], mesh, places)

@@ -362,7 +362,7 @@ AT_CALL = {
     "more than arguments": (
         DM,
         {"in_specs": (SPLIT, P("dp"), None, None, P())},
-        "in_specs has 5 entries, but the loss takes 4 positional arguments.",
+        "in_specs has 5 entries, but this call has 4 positional arguments.",
         "Give one PartitionSpec, or prefix, for each.",
     ),
 }
@@ -504,3 +504,34 @@ def test_in_an_outer_region_a_model_axis_that_is_not_manual_there():
     )
     with pytest.raises(ValueError, match=f"^accumulate: {message}"):
         jax.jit(outer)(PARAMS, BATCH)
+
+
+def test_in_an_outer_region_jax_grad_refuses_gradients_in_another_order():
+    mesh = layouts.mesh_of({"a": 2, "b": 2})
+    fun = gradaccum.accumulate(
+        lambda w, x: jnp.mean((x @ w) ** 2),
+        microbatches=2,
+        axis_name=("a", "b"),
+        in_specs=(P(("a", "b")),),
+        grad_specs=(P(("b", "a")),),
+    )
+    specs = {"in_specs": (P(("a", "b")), P(("a", "b"))), "out_specs": P(("b", "a"))}
+    outer = jax.shard_map(jax.grad(fun), mesh=mesh, check_vma=False, **specs)
+    with pytest.raises(ValueError, match=r"has its gradient as .*'b', 'a'.*value_and_grad"):
+        jax.eval_shape(outer, jnp.ones((8, 4)), jnp.ones((16, 8)))
+
+
+def test_the_message_names_the_spec_that_is_wrong():
+    """The parameter's, where its gradient lies well."""
+    mesh = layouts.mesh_of({"dp": 2, "mp": 2}, AxisType.Explicit)
+    fun = gradaccum.accumulate(
+        lambda w, x: jnp.mean((x @ w) ** 2),
+        microbatches=2,
+        axis_name="dp",
+        in_specs=(P("dp"),),
+        grad_specs=(P(None, "dp"),),
+    )
+    with jax.set_mesh(mesh):
+        w = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("mp")))
+        with pytest.raises(ValueError, match=r"^accumulate: in_specs of w, .*axis 0 is split"):
+            fun.value_and_grad()(w, jnp.ones((16, 8)))

@@ -11,8 +11,6 @@ outside, `shard_map` itself divides the cotangent of a replicated output by m: t
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +18,7 @@ from jax.typing import ArrayLike
 
 from gradaccum._mesh import AxisName, axis_tuple, is_typed, vary, varying_axes
 from gradaccum._reduce import from_replicated, replicated_sum
+from gradaccum._transpose import transposes
 
 _SCOPE = "gradaccum/tensor_parallel"
 
@@ -152,7 +151,9 @@ def gather_from(x: ArrayLike, axis_name: AxisName, axis: int = -1) -> jax.Array:
     """
     x, axes = _checked("gather_from", x, axis_name)
     axis = _checked_axis("gather_from", x, axis)
-    return _all_gather(vary(x, axes), axes, axis) if is_typed(axes) else _gather(x, axes, axis)
+    gather = _all_gather if is_typed(axes) else _gather
+    whole: jax.Array = gather(vary(x, axes), axes, axis)
+    return whole
 
 
 def scatter_to(x: ArrayLike, axis_name: AxisName, axis: int = -1) -> jax.Array:
@@ -202,9 +203,8 @@ def scatter_to(x: ArrayLike, axis_name: AxisName, axis: int = -1) -> jax.Array:
             f"{m} devices along axis_name={axis_name!r}. Pad it to {-(-d // m) * m} and mask what "
             f"was added, or take a number of devices that divides {d}."
         )
-    if varying_axes(x) & set(axes):
-        return _slice(x, axes, axis)
-    return _scatter(x, axes, axis)
+    part: jax.Array = (_slice if varying_axes(x) & set(axes) else _scatter)(x, axes, axis)
+    return part
 
 
 # --- Gather and scatter are each other's transpose; copy and sum are too, see _reduce -------------
@@ -222,25 +222,7 @@ def _slice(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(vary(x, axes), jax.lax.axis_index(axes) * size, size, axis)
 
 
-_gather = jax.custom_vjp(_all_gather, nondiff_argnums=(1, 2))
-_scatter = jax.custom_vjp(_slice, nondiff_argnums=(1, 2))
-
-
-def _rules(this: Callable[..., Any], transpose: Callable[..., Any]) -> tuple[Any, Any]:
-    """Returns a linear function's rules; they call functions with rules: right at any order."""
-
-    def forward(x: Any, *where: Any) -> tuple[Any, None]:
-        return this(x, *where), None
-
-    def backward(*args: Any) -> tuple[Any]:
-        *where, _, ct = args
-        return (transpose(ct, *where),)
-
-    return forward, backward
-
-
-_gather.defvjp(*_rules(_gather, _scatter))
-_scatter.defvjp(*_rules(_scatter, _gather))
+_gather, _scatter = transposes(_all_gather, _slice)
 
 
 # --- Checks --------------------------------------------------------------------------------------

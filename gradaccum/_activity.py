@@ -12,11 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.ref import AbstractRef
 
-from gradaccum._jaxpr import open_jaxpr, sub_jaxprs
+from gradaccum._jaxpr import axes_of, is_variable, open_jaxpr, sub_jaxprs
 
 # With check_vma=False these transpose to the collective that is right only where every device
 # holds its own cotangent: `psum` to a psum, `all_gather` to a psum_scatter. `pmean` is a psum.
@@ -213,18 +212,11 @@ def differentiable(pairs: Iterable[tuple[Any, Any]]) -> Pairs:
 
 
 def has_tangent(v: Any) -> bool:
-    if isinstance(v, jex_core.Literal):
+    if not is_variable(v):
         return False
     # Types of the user's own have no dtype; they may hold anything.
     dtype = getattr(v.aval, "dtype", None)
     return dtype is None or bool(jnp.issubdtype(dtype, jnp.inexact))
-
-
-def axes_of(eqn: Any) -> tuple[str, ...]:
-    """Returns the named axes of a collective (a number is an axis of a vmap)."""
-    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    named = named if isinstance(named, tuple | list | set | frozenset) else (named,)
-    return tuple(a for a in named if isinstance(a, str))
 
 
 # The flow of derivatives.

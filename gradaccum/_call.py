@@ -16,11 +16,11 @@ from gradaccum._arguments import (
     is_key,
     positional_parameters,
 )
-from gradaccum._layout import Layout, Layouts, lay_out
+from gradaccum._layout import Layout, Layouts, lay_out, moved_gradients
 from gradaccum._mesh import UNSET, DataMesh, is_typed, vary, varying_axes
 from gradaccum._microbatch import split
 from gradaccum._options import Call
-from gradaccum._shard import explicit_as_auto, moved_gradients, shard_over_data
+from gradaccum._shard import explicit_as_auto, shard_over_data
 
 
 def _labelled(call: Call, arrays: Sequence[Any], keep: Callable[[int], bool]) -> dict[str, Any]:
@@ -67,6 +67,29 @@ def _check_cotangents(call: Call, layouts: Layouts, arrays: Sequence[Any]) -> No
         _loss_checks.check_cotangents(leaves, list(moved.values()), call.where.manual)
 
 
+def _enter(
+    call: Call, layouts: Layouts, typed: Sequence[str], replicated: bool, arrays: Sequence[Any]
+) -> list[Any]:
+    """Returns one device's leaves as the loop takes them: gathered whole, the batch split."""
+    where, roles = call.where, call.form.roles
+    leaves = [x if is_key(x) else vary(x, typed) for x in arrays]
+    if replicated:
+        leaves = [
+            _reduce.from_replicated(x, layout.replicated(where.axis_names))
+            if role is Role.BROADCAST and jnp.issubdtype(x.dtype, jnp.inexact)
+            else x
+            for role, layout, x in zip(roles, layouts.leaves, leaves, strict=True)
+        ]
+    leaves = [_reduce.gather(x, a) for x, a in zip(leaves, layouts.leaves, strict=True)]
+    k = call.options.microbatches
+    rows = [i for i, role in enumerate(roles) if role is Role.BATCH]
+    size = leaves[rows[0]].shape[0]
+    for i in rows:
+        leaves[i] = split(leaves[i], k)
+    _contracts.check_microbatches([leaves[i] for i in rows], k, size)
+    return leaves
+
+
 def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
     """Accumulates this device's microbatches and takes the one mean.
 
@@ -77,21 +100,8 @@ def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -
     options, where, roles = call.options, call.where, call.form.roles
     k = options.microbatches
     typed = where.axis_names if is_typed(where.axis_names) else ()
-    leaves = [x if is_key(x) else vary(x, typed) for x in arrays]
     replicated = where.manual and not typed and not options.fused
-    if replicated:
-        leaves = [
-            _reduce.from_replicated(x, layout.replicated(where.axis_names))
-            if role is Role.BROADCAST and jnp.issubdtype(x.dtype, jnp.inexact)
-            else x
-            for role, layout, x in zip(roles, layouts.leaves, leaves, strict=True)
-        ]
-    leaves = [_reduce.gather(x, a) for x, a in zip(leaves, layouts.leaves, strict=True)]
-    rows = [i for i, role in enumerate(roles) if role is Role.BATCH]
-    size = leaves[rows[0]].shape[0]
-    for i in rows:
-        leaves[i] = split(leaves[i], k)
-    _contracts.check_microbatches([leaves[i] for i in rows], k, size)
+    leaves = _enter(call, layouts, typed, replicated, arrays)
 
     sample = [x[0] if role is Role.BATCH else x for role, x in zip(roles, leaves, strict=True)]
     program, tree, types = _trace.trace_loss(call, layouts, typed, sample)

@@ -72,15 +72,15 @@ def _safe_refs(jaxpr: Any, refs: set[Any], active: set[Any]) -> set[Any]:
     `active` are the inputs that have a cotangent.
     """
     active = set(active)
-    uses: dict[Any, int] = collections.Counter(v for v in jaxpr.outvars if _is_variable(v))
+    uses: dict[Any, int] = collections.Counter(v for v in jaxpr.outvars if is_variable(v))
     for eqn in jaxpr.eqns:
-        variables = [v for v in eqn.invars if _is_variable(v)]
+        variables = [v for v in eqn.invars if is_variable(v)]
         uses.update(variables)
         if active.intersection(variables):
             active.update(eqn.outvars)
     safe = set()
     for eqn in jaxpr.eqns:
-        at = [i for i, v in enumerate(eqn.invars) if _is_variable(v) and v in refs and uses[v] == 1]
+        at = [i for i, v in enumerate(eqn.invars) if is_variable(v) and v in refs and uses[v] == 1]
         if at and eqn.primitive.name in ("jit", "pjit"):
             safe.update(_safe_in_jit(eqn, at, active))
         elif at and eqn.primitive.name == "scan":
@@ -93,7 +93,7 @@ def _safe_in_jit(eqn: Any, at: Sequence[int], active: set[Any]) -> set[Any]:
     inner_active = {
         inside
         for inside, v in zip(inner.invars, eqn.invars, strict=True)
-        if _is_variable(v) and v in active
+        if is_variable(v) and v in active
     }
     safe = _safe_refs(inner, {inner.invars[i] for i in at}, inner_active)
     return {eqn.invars[i] for i in at if inner.invars[i] in safe}
@@ -110,7 +110,7 @@ def _safe_in_scan(eqn: Any, at: Sequence[int], active: set[Any]) -> set[Any]:
     with_cotangent = [
         i
         for i in xs
-        if _is_variable(eqn.invars[i])
+        if is_variable(eqn.invars[i])
         and eqn.invars[i] in active
         and jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.inexact)
     ]
@@ -124,7 +124,8 @@ def _safe_in_scan(eqn: Any, at: Sequence[int], active: set[Any]) -> set[Any]:
     return {eqn.invars[i] for i in in_place} if in_place == with_cotangent else set()
 
 
-def _is_variable(v: Any) -> bool:
+def is_variable(v: Any) -> bool:
+    """True for what has a name in a jaxpr, False for a constant."""
     return not isinstance(v, jex_core.Literal)
 
 
@@ -162,12 +163,17 @@ def computes_in(jaxpr: Any, dtype: Any) -> bool:
     return any(getattr(v.aval, "dtype", None) == dtype for v in values)
 
 
+def axes_of(eqn: Any) -> tuple[str, ...]:
+    """Returns the named axes of a collective (a number is an axis of a vmap)."""
+    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    named = named if isinstance(named, tuple | list | set | frozenset) else (named,)
+    return tuple(a for a in named if isinstance(a, str))
+
+
 def collectives_over(jaxpr: Any, axis_names: tuple[str, ...]) -> list[str]:
     """Returns the names of the primitives that communicate over one of the axes."""
     found = []
     for eqn in equations(jaxpr):
-        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        named = named if isinstance(named, tuple | list | set | frozenset) else (named,)
-        if eqn.primitive.name not in _SILENT and any(a in named for a in axis_names):
+        if eqn.primitive.name not in _SILENT and any(a in axis_names for a in axes_of(eqn)):
             found.append(eqn.primitive.name)
     return found

@@ -163,3 +163,45 @@ def _layout(
         sliced=() if scatters else cut,
         automatic=said if any(said) else only(leaf.explicit, automatic),
     )
+
+
+def gradient_spec(x: Any, layout: Layout, where: DataMesh) -> PartitionSpec:
+    """Returns how the gradient of `x` lies on the Explicit axes: as its type will say."""
+    if not layout.placed:
+        own: PartitionSpec = jax.typeof(x).sharding.spec
+        return own
+    dims = [
+        manual + (layout.automatic[i] if i < len(layout.automatic) else ())
+        for i, manual in enumerate(layout.grad_dims)
+    ]
+    return spec_of([[a for a in d if a in where.explicit_axes] for d in dims])
+
+
+def moved_gradients(
+    arrays: Sequence[Any], layouts: Layouts, where: DataMesh, wanted: Sequence[bool]
+) -> list[tuple[int, PartitionSpec]]:
+    """Returns the leaves whose gradient has another type than a cotangent, with its spec.
+
+    On Explicit axes a cotangent lies as its primal does; inside an outer `jax.shard_map` it has its
+    local shape.
+    """
+    moved = []
+    for i, (x, layout) in enumerate(zip(arrays, layouts.leaves, strict=True)):
+        if not wanted[i]:
+            continue
+        spec = gradient_spec(x, layout, where)
+        if where.manual:
+            cut = layout.scattered + layout.sliced
+            if cut != layout.gathered[::-1]:
+                dims = [[a for j, a in cut if j == d] for d in range(x.ndim)]
+                moved.append((i, spec_of(dims)))
+        elif where.explicit_axes and _trimmed(spec) != _trimmed(jax.typeof(x).sharding.spec):
+            moved.append((i, spec))
+    return moved
+
+
+def _trimmed(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    dims = list(dims_of(spec))
+    while dims and not dims[-1]:
+        dims.pop()
+    return dims

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gradaccum._layout import Layout, Layouts
+from gradaccum._layout import Layouts, gradient_spec
 from gradaccum._mesh import DataMesh
-from gradaccum._specs import dims_of, spec_of
+from gradaccum._specs import spec_of
 from gradaccum._transpose import transposes
 
 
@@ -29,48 +29,6 @@ def explicit_as_auto(where: DataMesh, arrays: Sequence[jax.Array]) -> DataMesh:
         return where
     mesh = Mesh(where.mesh.devices, where.mesh.axis_names)
     return dataclasses.replace(where, mesh=mesh, explicit_axes=())
-
-
-def gradient_spec(x: Any, layout: Layout, where: DataMesh) -> PartitionSpec:
-    """Returns how the gradient of `x` lies on the Explicit axes: as its type will say."""
-    if not layout.placed:
-        own: PartitionSpec = jax.typeof(x).sharding.spec
-        return own
-    dims = [
-        manual + (layout.automatic[i] if i < len(layout.automatic) else ())
-        for i, manual in enumerate(layout.grad_dims)
-    ]
-    return spec_of([[a for a in d if a in where.explicit_axes] for d in dims])
-
-
-def moved_gradients(
-    arrays: Sequence[Any], layouts: Layouts, where: DataMesh, wanted: Sequence[bool]
-) -> list[tuple[int, PartitionSpec]]:
-    """Returns the leaves whose gradient has another type than a cotangent, with its spec.
-
-    On Explicit axes a cotangent lies as its primal does; inside an outer `jax.shard_map` it has its
-    local shape.
-    """
-    moved = []
-    for i, (x, layout) in enumerate(zip(arrays, layouts.leaves, strict=True)):
-        if not wanted[i]:
-            continue
-        spec = gradient_spec(x, layout, where)
-        if where.manual:
-            cut = layout.scattered + layout.sliced
-            if cut != layout.gathered[::-1]:
-                dims = [[a for j, a in cut if j == d] for d in range(x.ndim)]
-                moved.append((i, spec_of(dims)))
-        elif where.explicit_axes and _trimmed(spec) != _trimmed(jax.typeof(x).sharding.spec):
-            moved.append((i, spec))
-    return moved
-
-
-def _trimmed(spec: PartitionSpec) -> list[tuple[str, ...]]:
-    dims = list(dims_of(spec))
-    while dims and not dims[-1]:
-        dims.pop()
-    return dims
 
 
 def _same(x: Any, factor: float) -> Any:
@@ -135,32 +93,48 @@ def shard_over_data(
         check_vma=check_vma,
     )
 
-    def of(spec: PartitionSpec) -> Any:
-        return spec if where.mesh is None else NamedSharding(where.mesh, spec)
-
     def over_data(*arrays: jax.Array) -> Any:
         laid_out = [
             x if leaf.constraint is None
-            else jax.lax.with_sharding_constraint(x, of(leaf.constraint))
+            else jax.lax.with_sharding_constraint(x, _on(where, leaf.constraint))
             for x, leaf in zip(arrays, leaves, strict=True)
         ]  # fmt: skip
         return region(*laid_out)
 
-    if not where.explicit_axes:
-        out: dict[str, Any] = over_data(*arrays)
-        return out
-    # Explicit axes are Auto inside; what comes out has a type again.
+    run = (
+        _typed_outside(over_data, where, layouts, arrays, wanted)
+        if where.explicit_axes
+        else over_data
+    )
+    out: dict[str, Any] = run(*arrays)
+    return out
+
+
+def _on(where: DataMesh, spec: PartitionSpec) -> Any:
+    return spec if where.mesh is None else NamedSharding(where.mesh, spec)
+
+
+def _typed_outside(
+    over_data: Callable[..., Any],
+    where: DataMesh,
+    layouts: Layouts,
+    arrays: Sequence[jax.Array],
+    wanted: Sequence[bool],
+) -> Callable[..., Any]:
+    """Makes Explicit axes Auto inside the function; what comes out has a type again."""
+
     out_sharding = {
-        "shared": of(shared),
-        "rows": of(data),
+        "shared": _on(where, PartitionSpec()),
+        "rows": _on(where, PartitionSpec(where.axis_names)),
         "grads": [
-            of(gradient_spec(x, layout, where)) if w else None
-            for x, layout, w in zip(arrays, leaves, wanted, strict=True)
+            _on(where, gradient_spec(x, layout, where)) if w else None
+            for x, layout, w in zip(arrays, layouts.leaves, wanted, strict=True)
         ],
     }
-    auto = jax.sharding.auto_axes(over_data, axes=where.explicit_axes, out_sharding=out_sharding)
-    out = auto(*arrays)
-    return out
+    auto: Callable[..., Any] = jax.sharding.auto_axes(
+        over_data, axes=where.explicit_axes, out_sharding=out_sharding
+    )
+    return auto
 
 
 def _with_boundaries(

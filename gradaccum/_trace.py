@@ -15,7 +15,7 @@ from gradaccum._arguments import changed, objects
 from gradaccum._layout import Layouts
 from gradaccum._mesh import vary, varying_axes
 from gradaccum._options import Call
-from gradaccum._variance import unentered, varying_outputs
+from gradaccum._variance import missing_copies, varying_outputs
 
 
 def trace_loss(
@@ -90,7 +90,7 @@ def _check_model_axes(call: Call, layouts: Layouts, typed: Sequence[str], progra
     found = differentiated_collectives(program, call.differentiated, live, model)
     _loss_checks.check_raw_collectives(found, call.where.manual)
     for axis, splits in layouts.splits:
-        entries = unentered(program, call.differentiated, live, splits, axis)
+        entries = missing_copies(program, call.differentiated, live, splits, axis)
         _loss_checks.check_entries(entries, axis, call.where.manual)
 
 

@@ -17,16 +17,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
 from gradaccum import _activity
 from gradaccum._activity import OWN_RULE, TRANSPARENT, Body, Flow, Pairs, has_tangent
-from gradaccum._jaxpr import collectives_over, equations, open_jaxpr, sub_jaxprs
+from gradaccum._jaxpr import (
+    axes_of,
+    collectives_over,
+    equations,
+    is_variable,
+    open_jaxpr,
+    sub_jaxprs,
+)
 
 # The tags, and a node of the walk that is always reached.
 _VARYING, _ACTIVE, _SHARED = "varying", "active", "shared"
-_ALWAYS = None
+_ALWAYS = ("always", None)
 
 # Their results are the same on all devices of the axis. They themselves (without a rule of the
 # user's) transpose to sums of the devices' cotangents, as an f does.
@@ -54,10 +60,10 @@ def varying_outputs(jaxpr: Any, varying: Sequence[bool], axis: str) -> list[bool
     jaxpr = open_jaxpr(jaxpr)
     start = {_ALWAYS, *_tagged(_VARYING, jaxpr.invars, varying)}
     reached = _activity.reach(jaxpr, start, True, _flow(axis, tangents=False))
-    return [not _is_literal(v) and (_VARYING, v) in reached for v in jaxpr.outvars]
+    return [is_variable(v) and (_VARYING, v) in reached for v in jaxpr.outvars]
 
 
-def unentered(
+def missing_copies(
     jaxpr: Any, active: Sequence[bool], live: Sequence[bool], varying: Sequence[bool], axis: str
 ) -> list[Entry]:
     """Returns where shared values enter computation that varies over an axis, in program order.
@@ -76,7 +82,7 @@ def unentered(
     on = [a and has_tangent(v) for v, a in zip(jaxpr.invars, active, strict=True)]
     start = {_ALWAYS, *_tagged(_VARYING, jaxpr.invars, varying)}
     start |= _tagged(_ACTIVE, jaxpr.invars, on) | _tagged(_SHARED, jaxpr.invars, on)
-    outputs = {v for v, a in zip(jaxpr.outvars, live, strict=True) if a and not _is_literal(v)}
+    outputs = {v for v, a in zip(jaxpr.outvars, live, strict=True) if a and is_variable(v)}
     outputs = {v for v in outputs if has_tangent(v)}
     reached = _activity.reach(jaxpr, start, True, flow)
     needed = _activity.reach(jaxpr, outputs, False)
@@ -90,7 +96,7 @@ def _entries(
         row = Entry(eqn.primitive.name, _source(eqn, call))
         if eqn.primitive.name in OWN_RULE:
             # A g sums m equal values, and its rule passes the cotangent on once.
-            pairs = [(a[1], b[1]) for a, b in flow.edges(eqn) if a and a[0] == b[0] == _SHARED]
+            pairs = [(a[1], b[1]) for a, b in flow.edges(eqn) if a[0] == b[0] == _SHARED]
             if _is_sum(eqn) and any(_shared(a, reached) and b in live for a, b in pairs):
                 yield row
             continue
@@ -99,6 +105,7 @@ def _entries(
             pairs = _activity.edges(eqn)
             if any(_shared(a, reached) and _varying(b, reached, live) for a, b in pairs):
                 yield row
+        # A while loop's flow has its condition as one more.
         for body, lifted in zip(bodies, flow.bodies(eqn), strict=False):
             found = _activity.inside(lifted, reached, True, flow)
             needed = _activity.inside(body, live, False)
@@ -193,13 +200,13 @@ def _spread(eqn: Any, axis: str) -> Pairs:
     """Returns the flow of varying values through an equation that is not looked into."""
     inner = itertools.chain.from_iterable(map(equations, sub_jaxprs(eqn)))
     # Nothing is claimed of a kernel or a solver that uses the axis in its own way.
-    if _is_barrier(eqn, axis) or any(axis in _activity.axes_of(e) for e in inner):
+    if _is_barrier(eqn, axis) or any(axis in axes_of(e) for e in inner):
         return []
     if eqn.primitive.name in _activity.PAIRWISE:
         return _lift(_VARYING, zip(eqn.invars, eqn.outvars, strict=True))
     written = [*eqn.outvars, *_activity.refs_among(eqn.invars)]
     pairs = _lift(_VARYING, itertools.product(eqn.invars, written))
-    if axis in _activity.axes_of(eqn):  # axis_index, all_to_all
+    if axis in axes_of(eqn):  # axis_index, all_to_all
         pairs += [(_ALWAYS, (_VARYING, v)) for v in written]
     return pairs
 
@@ -207,7 +214,7 @@ def _spread(eqn: Any, axis: str) -> Pairs:
 def _is_barrier(eqn: Any, axis: str) -> bool:
     return (
         eqn.primitive.name in _BARRIERS
-        and axis in _activity.axes_of(eqn)
+        and axis in axes_of(eqn)
         and eqn.params.get("axis_index_groups") is None
     )
 
@@ -219,7 +226,7 @@ def _is_sum(eqn: Any) -> bool:
 
 def _communicates(eqn: Any, axis: str) -> bool:
     """True if an equation, or one inside it, communicates over the axis."""
-    named = axis in _activity.axes_of(eqn) and eqn.primitive.name != "axis_index"
+    named = axis in axes_of(eqn) and eqn.primitive.name != "axis_index"
     return named or any(collectives_over(inner, (axis,)) for inner in sub_jaxprs(eqn))
 
 
@@ -251,7 +258,7 @@ def _transposed_alone(eqn: Any, axis: str) -> Pairs:
         return outputs
 
     try:
-        jax.make_jaxpr(trace)(*(v.val if _is_literal(v) else v.aval for v in eqn.invars))
+        jax.make_jaxpr(trace)(*(v.aval if is_variable(v) else v.val for v in eqn.invars))
     except Exception:  # Any that a rule raises; nothing is claimed of it.
         return []
     (rule,) = backward
@@ -261,7 +268,7 @@ def _transposed_alone(eqn: Any, axis: str) -> Pairs:
     for result, cotangent in zip(results, rule.invars, strict=True):
         alone = _activity.reach(rule, {cotangent}, True) - with_others
         ends = zip(eqn.invars, rule.outvars, strict=True)
-        pairs += [(v, result) for v, end in ends if not _is_literal(end) and end in alone]
+        pairs += [(v, result) for v, end in ends if is_variable(end) and end in alone]
     return _activity.differentiable(pairs)
 
 
@@ -270,8 +277,4 @@ def _tagged(tag: str, variables: Sequence[Any], on: Sequence[bool]) -> set[Any]:
 
 
 def _lift(tag: str, pairs: Any) -> Pairs:
-    return [((tag, a), (tag, b)) for a, b in pairs if not _is_literal(a) and not _is_literal(b)]
-
-
-def _is_literal(v: Any) -> bool:
-    return isinstance(v, jex_core.Literal)
+    return [((tag, a), (tag, b)) for a, b in pairs if is_variable(a) and is_variable(b)]

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from gradaccum._variance import unentered, varying_outputs
+from gradaccum._variance import missing_copies, varying_outputs
 from gradaccum.tensor_parallel import copy_to, gather_from, reduce_from, scatter_to
 
 M = 2  # devices along "mp"
@@ -211,7 +211,7 @@ def verdict(loss, x_spec):
         found.append(
             (
                 varying_outputs(jaxpr, varying, "mp")[0],
-                unentered(jaxpr, active, live, varying, "mp"),
+                missing_copies(jaxpr, active, live, varying, "mp"),
             )
         )
         return jnp.zeros(())

@@ -113,7 +113,8 @@ def accumulate(
       check_vma: as in `jax.shard_map`. False: any loss. What varies over a manual model axis is
         then followed in the traced loss, and refused are: a loss or aux that varies; where it is
         differentiated, a replicated value that enters sharded computation without `copy_to`, and
-        `psum`, `pmean`, `all_gather`, whose transposes would be wrong. True: these are right,
+        `psum`, `pmean`, `all_gather`, whose transposes would be wrong. (A `copy_to` too many is not
+        noticed, and makes gradients too large.) True: these are right,
         replicated values need no `copy_to`, and the loss must type-check. Inside an outer
         `shard_map` that one's holds.
       fused: add gradients in place, inside the backward pass, for parameters that are scanned

@@ -86,18 +86,23 @@ def missing_copies(
     outputs = {v for v in outputs if has_tangent(v)}
     reached = _activity.reach(jaxpr, start, True, flow)
     needed = _activity.reach(jaxpr, outputs, False)
-    return list(_entries(jaxpr, reached, needed, flow, "unknown"))
+    return list(_entries(jaxpr, reached, needed, flow, axis, "unknown"))
 
 
 def _entries(
-    jaxpr: Any, reached: set[Any], live: set[Any], flow: Flow, call: str
+    jaxpr: Any, reached: set[Any], live: set[Any], flow: Flow, axis: str, call: str
 ) -> Iterator[Entry]:
     for eqn in jaxpr.eqns:
         row = Entry(eqn.primitive.name, _source(eqn, call))
         if eqn.primitive.name in OWN_RULE:
-            # A g sums m equal values, and its rule passes the cotangent on once.
+            # A g sums m equal values, and its rule passes the cotangent on once. A rule that does
+            # not communicate leaves a part of the cotangent, as arithmetic does.
             pairs = [(a[1], b[1]) for a, b in flow.edges(eqn) if a[0] == b[0] == _SHARED]
-            if _is_sum(eqn) and any(_shared(a, reached) and b in live for a, b in pairs):
+            sums = _is_sum(eqn, axis)
+            if any(
+                _shared(a, reached) and (b in live if sums else _varying(b, reached, live))
+                for a, b in pairs
+            ):
                 yield row
             continue
         bodies = _activity.differentiable_bodies(eqn) if _looked_into(eqn) else []
@@ -115,7 +120,7 @@ def _entries(
                 or any(_shared(a, found) and _varying(b, reached, live) for a, b in body.leave)
             ):
                 yield row
-            yield from _entries(body.jaxpr, found, needed, flow, row.source)
+            yield from _entries(body.jaxpr, found, needed, flow, axis, row.source)
 
 
 def _source(eqn: Any, call: str) -> str:
@@ -219,9 +224,10 @@ def _is_barrier(eqn: Any, axis: str) -> bool:
     )
 
 
-def _is_sum(eqn: Any) -> bool:
-    """True if a call is of a psum alone."""
-    return [e.primitive.name for inner in sub_jaxprs(eqn) for e in inner.eqns] == ["psum"]
+def _is_sum(eqn: Any, axis: str) -> bool:
+    """True if a call is of a psum over the axis alone."""
+    inside = [e for inner in sub_jaxprs(eqn) for e in inner.eqns]
+    return [e.primitive.name for e in inside] == ["psum"] and axis in axes_of(inside[0])
 
 
 def _communicates(eqn: Any, axis: str) -> bool:

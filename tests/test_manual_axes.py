@@ -314,6 +314,64 @@ def test_a_weight_that_differs_over_a_model_axis_is_refused():
     helpers.assert_close(got, expected(), within=2e-5)
 
 
+@jax.custom_vjp
+def own_matmul(x, w):
+    """A kernel of the user's with its own rule, which does not communicate."""
+    return x @ w
+
+
+own_matmul.defvjp(
+    lambda x, w: (x @ w, (x, w)), lambda xw, ct: (ct @ xw[1].T, jnp.swapaxes(xw[0], 0, 1) @ ct)
+)
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["without copy_to", "with copy_to"])
+def test_a_replicated_value_in_a_call_with_its_own_rule(copied):
+    def loss(p, batch, f=lambda x: x, g=lambda x: x):
+        y = g(jnp.tanh(own_matmul(f(scaled(p, batch)["x"]), p["w"])) @ p["v"])
+        return jnp.mean(jnp.sin(y) * batch["y"])
+
+    fun = decorate(functools.partial(loss, f=f if copied else lambda x: x, g=g))
+    if not copied:
+        with pytest.raises(ValueError, match=r"copy_to\(x, 'mp'\) there"):
+            jax.grad(fun)(PARAMS, BATCH)
+        return
+    got = layouts.jit(jax.value_and_grad(fun))(PARAMS, BATCH)
+    want = layouts.in_float64(jax.value_and_grad(loss), PARAMS, BATCH)
+    helpers.assert_close(got, want, within=2e-5)
+
+
+def test_two_model_axes_each_with_its_own_sum():
+    """Tokens split over sp, weights over tp: a sum over sp of what is replicated over tp."""
+    specs = {"w": P(None, "tp"), "v": P("tp"), "b": P()}
+
+    def loss(p, batch):
+        p = jax.tree.map(lambda x: copy_to(x, "sp"), p)
+        x = copy_to(batch["x"] * p["b"][None, None], "tp")
+        y = reduce_from(jnp.tanh(x @ p["w"]) @ p["v"], "tp")
+        return reduce_from(jnp.mean(jnp.sin(y) * batch["y"]), "sp") / 2
+
+    batch = {n: x.reshape(B // 2, 2, D) for n, x in BATCH.items()}
+    fun = gradaccum.accumulate(
+        loss,
+        microbatches=2,
+        axis_name="dp",
+        mesh=layouts.mesh_of({"dp": 2, "sp": 2, "tp": 2}),
+        in_specs=(specs, P("dp", "sp")),
+    )
+    got = layouts.jit(jax.value_and_grad(fun))(PARAMS, batch)
+    want = layouts.in_float64(
+        jax.value_and_grad(
+            lambda p, b: jnp.mean(
+                jnp.sin(jnp.tanh((b["x"] * p["b"][None]) @ p["w"]) @ p["v"]) * b["y"]
+            )
+        ),
+        PARAMS,
+        BATCH,
+    )
+    helpers.assert_close(got, want, within=2e-5)
+
+
 # --- Inside an outer region, where shard_map has split the arrays already ------------------------
 
 

@@ -27,9 +27,10 @@ def copy_to(x: ArrayLike, axis_name: AxisName) -> jax.Array:
     """Take a replicated value into sharded computation (Megatron's f).
 
     Forward `y_i = X`, backward `X_bar = sum_i y_bar_i`: each device's computation uses all of X,
-    so each contributes to its gradient. It belongs at the entrance of sharded computation, on
-    activations before column-sharded weights and on replicated parameters used there; where a sum
-    feeds sharded computation again, `copy_to(reduce_from(x, a), a)`.
+    so each contributes to its gradient. It belongs at the entrance of sharded computation, once on
+    each path: on activations before column-sharded weights, on replicated parameters that are used
+    inside only; where a sum feeds sharded computation again, `copy_to(reduce_from(x, a), a)`. A
+    residual is taken before it. One too many, with `check_vma=False`, makes gradients too large.
 
     With `check_vma=True` it casts the type to varying, and a value that varies over the axis
     already is left as it is. With False, take gradients inside the `shard_map`; reverse mode only.

@@ -145,7 +145,7 @@ def accumulate(
       CPUs (a transposed copy). Beside an automatic
       model axis a gradient is reduce-scattered if the leaf's layout over that axis is known, from
       its Explicit type or from `grad_specs`; else it is all-reduced and cut, still split over the
-      model axis, at twice the bytes on the wire (GPU and TPU compilers may merge the two).
+      model axis as far as the partitioner keeps it, at twice the bytes on the wire.
 
     Example:
       >>> import jax, jax.numpy as jnp, gradaccum

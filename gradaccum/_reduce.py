@@ -113,10 +113,7 @@ def _scatter(grads: Sequence[Any], layouts: Layouts) -> list[Any]:
 
 
 def _cut(g: jax.Array, layout: Layout) -> jax.Array:
-    """Takes this device's part of an all-reduced gradient.
-
-    XLA makes a reduce-scatter of the two on GPUs and TPUs.
-    """
+    """Takes this device's part of an all-reduced gradient."""
     for dimension, axis in layout.sliced:
         size = g.shape[dimension] // jax.lax.axis_size(axis)
         start = jax.lax.axis_index(axis) * size
@@ -124,7 +121,7 @@ def _cut(g: jax.Array, layout: Layout) -> jax.Array:
     return g
 
 
-def _untyped(x: jax.Array, axis_name: str) -> jax.Array:
+def _invariant(x: jax.Array, axis_name: str) -> jax.Array:
     """Returns a value that varies over an axis of one device as one that does not."""
     gathered: jax.Array = jax.lax.all_gather(x, axis_name, to="invarying")
     return gathered[0]
@@ -161,7 +158,7 @@ def reduce_sum(
         # changes the type, and nothing else.
         for a in names if typed else ():
             if sizes[a] == 1:
-                x = jax.tree.map(functools.partial(_untyped, axis_name=a), x)
+                x = jax.tree.map(functools.partial(_invariant, axis_name=a), x)
         names = tuple(a for a in names if sizes[a] > 1)
         if not names:
             return x

@@ -1,8 +1,10 @@
 """Gradient accumulation for JAX and optax with exactly one cross-device mean a step.
 
 `accumulate` decorates a loss function: it runs in microbatches and its gradients are averaged
-over the devices once. `pad_batch` makes a ragged batch fit. `gradaccum.audit` shows what a
-compiled program communicates. `gradaccum.tensor_parallel` has the operators for model axes.
+over the devices once. `MultiSteps` does the same where microbatches arrive call by call: it takes
+the `Unreduced` gradients of `unreduced_value_and_grad`. `pad_batch`
+makes a ragged batch fit. `gradaccum.audit` shows what a compiled program communicates.
+`gradaccum.tensor_parallel` has the operators for model axes.
 """
 
 from gradaccum import audit as audit
@@ -10,6 +12,26 @@ from gradaccum import tensor_parallel as tensor_parallel
 from gradaccum._accumulate import accumulate as accumulate
 from gradaccum._decorated import Accumulated as Accumulated
 from gradaccum._microbatch import pad_batch as pad_batch
+from gradaccum._multisteps import MultiSteps as MultiSteps
+from gradaccum._multisteps import all_reduce_mean as all_reduce_mean
+from gradaccum._unreduced import Unreduced as Unreduced
+from gradaccum._unreduced import add as add
+from gradaccum._unreduced import mean as mean
+from gradaccum._unreduced_gradients import unreduced_value_and_grad as unreduced_value_and_grad
+from gradaccum._window import MultiStepsState as MultiStepsState
 
-__all__ = ["Accumulated", "accumulate", "audit", "pad_batch", "tensor_parallel"]
+__all__ = [
+    "Accumulated",
+    "MultiSteps",
+    "MultiStepsState",
+    "Unreduced",
+    "accumulate",
+    "add",
+    "all_reduce_mean",
+    "audit",
+    "mean",
+    "pad_batch",
+    "tensor_parallel",
+    "unreduced_value_and_grad",
+]
 __version__ = "0.1.0"

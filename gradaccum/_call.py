@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from optax.microbatching import AccumulationType
 
 from gradaccum import _checks, _contracts, _loop, _loss_checks, _reduce, _trace
 from gradaccum._arguments import (
@@ -90,24 +91,27 @@ def _enter(
     return leaves
 
 
-def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
-    """Accumulates this device's microbatches and takes the one mean.
+class OneDevice(NamedTuple):
+    """One device's microbatches, accumulated and not reduced."""
 
-    Returns:
-      "shared": loss and aux that are the same on all data devices; "rows": aux that is split over
-      them like the batch; "grads": each leaf's, as it is laid out. `found` receives aux's tree.
-    """
+    sums: _reduce.Sums
+    own: _reduce.Rows
+    aux_tree: Any
+    aux_types: tuple[AccumulationType, ...]
+    dtypes: list[Any]  # of the loss and of each aux leaf
+
+
+def accumulate(
+    call: Call, layouts: Layouts, arrays: Sequence[jax.Array], *, scale: float, replicated: bool
+) -> OneDevice:
+    """Runs this device's microbatches, its gradients times `scale`; inside the manual region."""
     options, where, roles = call.options, call.where, call.form.roles
     k = options.microbatches
     typed = where.axis_names if is_typed(where.axis_names) else ()
-    replicated = where.manual and not typed and not options.fused
     leaves = _enter(call, layouts, typed, replicated, arrays)
 
     sample = [x[0] if role is Role.BATCH else x for role, x in zip(roles, leaves, strict=True)]
     program, tree, types = _trace.trace_loss(call, layouts, typed, sample)
-    found.append(tree)
-    weighted = options.weight_fn is not None
-    mean = options.loss_reduction == "mean" and not weighted
     loop = _loop.Loop(
         loss=program,
         weight=_trace.trace_weight(call, layouts, typed, sample),
@@ -115,7 +119,7 @@ def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -
         roles=roles,
         differentiated=call.differentiated or (False,) * len(arrays),
         dtypes=[None if is_key(x) else options.accumulator_of(x.dtype) for x in arrays],
-        scale=1 / (k * where.size) if mean else 1.0,
+        scale=scale,
         microbatches=k,
         fused=options.fused,
         overlap=options.overlap,
@@ -123,20 +127,37 @@ def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -
     )
     device = jax.lax.axis_index(where.axis_names) if where.axis_names else 0
     sums, own = _loop.accumulate(loop, leaves, device * k, typed)
-    total = _reduce.reduce_sum(sums, where, layouts, options.reduce_dtype, replicated=replicated)
+    return OneDevice(sums, own, tree, tuple(types), [x.dtype for x in program.out_avals])
+
+
+def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
+    """Accumulates this device's microbatches and takes the one mean.
+
+    Returns:
+      "shared": loss and aux that are the same on all data devices; "rows": aux that is split over
+      them like the batch; "grads": each leaf's, as it is laid out. `found` receives aux's tree.
+    """
+    options, where = call.options, call.where
+    count = options.microbatches * where.size
+    mean = options.loss_reduction == "mean" and options.weight_fn is None
+    replicated = where.manual and not is_typed(where.axis_names) and not options.fused
+    one = accumulate(call, layouts, arrays, scale=1 / count if mean else 1.0, replicated=replicated)
+    found.append(one.aux_tree)
+    total = _reduce.reduce_sum(
+        one.sums, where, layouts, [options.reduce_dtype] * len(arrays), replicated=replicated
+    )
     total, own = _reduce.normalise(
         total,
-        own,
-        aux_types=types,
+        one.own,
+        aux_types=one.aux_types,
         loss_reduction=options.loss_reduction,
-        count=k * where.size,
+        count=count,
     )
-    aux_dtypes = [x.dtype for x in program.out_avals[1:]]
     grads = [a if b is None else b for a, b in zip(total.grads, own.grads, strict=True)]
     return {
         "shared": {
-            "loss": total.loss.astype(loop.loss_dtype),
-            "aux": [_cast_aux(x, d) for x, d in zip(total.aux, aux_dtypes, strict=True)],
+            "loss": total.loss.astype(one.dtypes[0]),
+            "aux": [_cast_aux(x, d) for x, d in zip(total.aux, one.dtypes[1:], strict=True)],
         },
         "rows": own.aux,
         "grads": [
@@ -160,14 +181,21 @@ def _cast_aux(x: Any, dtype: Any) -> Any:
     return x if x is None or not jnp.issubdtype(dtype, jnp.inexact) else x.astype(dtype)
 
 
-def _run(call: Call, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
-    """Returns loss, aux and each array leaf's gradient (None where not wanted)."""
+def prepare(call: Call, arrays: Sequence[Any]) -> tuple[Call, Layouts]:
+    """Checks a call and lays its arrays out, before anything is computed."""
     options = call.options
     call = dataclasses.replace(call, where=explicit_as_auto(call.where, arrays))
     specs = (options.in_specs, options.grad_specs)
     layouts = lay_out(_checks.API, specs, call.form, options.fun, call.where, arrays)
     _check(call, layouts, arrays)
     _check_cotangents(call, layouts, arrays)
+    return call, layouts
+
+
+def _run(call: Call, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
+    """Returns loss, aux and each array leaf's gradient (None where not wanted)."""
+    options = call.options
+    call, layouts = prepare(call, arrays)
     found: list[Any] = []
     wanted = call.differentiated or (False,) * len(arrays)
     out = shard_over_data(

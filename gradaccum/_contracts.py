@@ -52,3 +52,8 @@ def check_gradients(gradients: Sequence[Any], leaves: Sequence[Any]) -> None:
     for g, leaf in zip(gradients, leaves, strict=True):
         chex.assert_shape(g, leaf.shape)
         chex.assert_type(g, leaf.dtype)
+
+
+def check_state(after: Any, before: Any) -> None:
+    """A state keeps its structure, shapes and dtypes: one program serves the whole run."""
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, before)

@@ -41,6 +41,32 @@ class Accumulated:
         form, arrays = flatten_call(args, kwargs, options.batch, options.keys)
         return Call(options, form, where), arrays
 
+    def prepare_gradients(
+        self, argnums: int | Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Call, list[Any], Callable[[Sequence[Any]], Any]]:
+        """Prepares a call whose gradients are wanted: not of public use.
+
+        Returns:
+          The call, its arrays, and what makes the gradients of `argnums` of one for each array.
+        """
+        nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        nums = tuple(i + len(args) if i < 0 else i for i in nums)
+        if any(not 0 <= i < len(args) for i in nums):
+            raise TypeError(
+                f"{_checks.API}: value_and_grad(argnums={argnums}) of a call with "
+                f"{len(args)} positional arguments. Give the differentiated ones by position."
+            )
+        args = tuple(_as_arrays(a) if i in nums else a for i, a in enumerate(args))
+        call, arrays = self._prepare(args, kwargs)
+        wanted = _differentiated(call.form, args, nums)
+
+        def pick(grads: Sequence[Any]) -> Any:
+            trees = call.form.trees_of(grads)
+            picked = tuple(trees[i] for i in nums)
+            return picked[0] if isinstance(argnums, int) else picked
+
+        return dataclasses.replace(call, differentiated=wanted), arrays, pick
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call, arrays = self._prepare(args, kwargs)
         loss, aux = _call.differentiable(call, *arrays)
@@ -76,22 +102,9 @@ class Accumulated:
 
         @functools.wraps(self._options.fun)
         def fun(*args: Any, **kwargs: Any) -> Any:
-            nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-            nums = tuple(i + len(args) if i < 0 else i for i in nums)
-            if any(not 0 <= i < len(args) for i in nums):
-                raise TypeError(
-                    f"{_checks.API}: value_and_grad(argnums={argnums}) of a call with "
-                    f"{len(args)} positional arguments. Give the differentiated ones by position."
-                )
-            args = tuple(_as_arrays(a) if i in nums else a for i, a in enumerate(args))
-            call, arrays = self._prepare(args, kwargs)
-            wanted = _differentiated(call.form, args, nums)
-            call = dataclasses.replace(call, differentiated=wanted)
+            call, arrays, pick = self.prepare_gradients(argnums, args, kwargs)
             loss, aux, grads = _call.run(call, arrays)
-            trees = call.form.trees_of(grads)
-            picked = tuple(trees[i] for i in nums)
-            value = (loss, aux) if self._options.has_aux else loss
-            return value, picked[0] if isinstance(argnums, int) else picked
+            return ((loss, aux) if self._options.has_aux else loss), pick(grads)
 
         return fun
 

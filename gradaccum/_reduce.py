@@ -12,7 +12,7 @@ from optax.microbatching import AccumulationType
 
 from gradaccum import _contracts
 from gradaccum._layout import Layout, Layouts
-from gradaccum._mesh import DataMesh, is_typed
+from gradaccum._mesh import DataMesh, is_typed, varying_axes
 from gradaccum._microbatch import merge
 from gradaccum._specs import spec_of
 from gradaccum._transpose import transposes
@@ -24,8 +24,8 @@ class Sums(NamedTuple):
     None stands where a leaf has nothing here: CONCAT aux, leaves that are not wanted.
     """
 
-    loss: jax.Array  # []: sum of w * loss
-    weight: jax.Array | None  # []: sum of w, where there are weights
+    loss: Any  # []: sum of w * loss; None beside rows
+    weight: Any  # []: sum of w, where there are weights; of rows, one for each different weight
     aux: list[Any]  # per aux leaf: the sum of w * aux (MEAN) or of aux (SUM)
     grads: list[Any]  # per array leaf, broadcast ones: the sum of scale * w * gradient
 
@@ -131,11 +131,11 @@ def reduce_sum(
     sums: Sums,
     where: DataMesh,
     layouts: Layouts,
-    reduce_dtype: Any,
+    reduce_dtypes: Sequence[Any],
     *,
     replicated: bool = False,
 ) -> Sums:
-    """Sums over the data axes, every byte once; gradients travel in `reduce_dtype`.
+    """Sums over the data axes, every byte once.
 
     The reduce-scatters come first. One psum sums what is summed over all data axes, loss and
     scalars too; one more for each set of axes that scattered gradients are still to be summed over.
@@ -144,7 +144,7 @@ def reduce_sum(
       sums: one device's sums.
       where: the data axes; with none, nothing is done.
       layouts: how each gradient is to lie.
-      reduce_dtype: the dtype on the wire, or None.
+      reduce_dtypes: each gradient's dtype on the wire, or None.
       replicated: use `replicated_sum`, beside `from_replicated` on the way in. Inside an untyped
         outer `shard_map` psum's own transpose would sum n equal copies of the cotangent. It
         matters for second derivatives only.
@@ -165,7 +165,10 @@ def reduce_sum(
         return replicated_sum(x, names) if replicated else jax.lax.psum(x, names)
 
     with jax.named_scope("gradaccum/mean"):
-        wire = jax.tree.map(lambda g: g.astype(narrow(g.dtype, reduce_dtype)), sums.grads)
+        wire = [
+            None if g is None else g.astype(narrow(g.dtype, dtype))
+            for g, dtype in zip(sums.grads, reduce_dtypes, strict=True)
+        ]
         parts = _scatter(wire, layouts)
         summed = [layout.summed(where.axis_names) for layout in layouts.leaves]
 
@@ -188,6 +191,44 @@ def reduce_sum(
         _contracts.check_parts(grads, wire, layouts.leaves, sizes)
         grads = jax.tree.map(lambda g, own: g.astype(own.dtype), grads, sums.grads)
     return total._replace(grads=grads)
+
+
+def mean_of_rows(
+    rows: Sequence[jax.Array],
+    weights: Sequence[jax.Array],
+    which: Sequence[int | None],
+    where: DataMesh,
+    layouts: Layouts,
+    reduce_dtypes: Sequence[Any],
+) -> list[jax.Array]:
+    """Takes the one mean of rows that were accumulated before.
+
+    Args:
+      rows: this device's sums.
+      weights: what they add up to, float32 `[]` each.
+      which: the weight of each row; None: no mean but the sum.
+      where: the data axes.
+      layouts: how each mean is to lie.
+      reduce_dtypes: each row's dtype on the wire, or None.
+    """
+    own = Sums(None, list(weights), [], list(rows))
+    total = reduce_sum(own, where, layouts, reduce_dtypes)
+    divisors = [jnp.where(w == 0, 1, w) for w in total.weight]
+    return [
+        g if i is None else g / divisors[i].astype(g.dtype)
+        for i, g in zip(which, total.grads, strict=True)
+    ]
+
+
+def any_device(flag: jax.Array, where: DataMesh) -> jax.Array:
+    """Returns whether a flag is set on any device of the manual model axes, where it may differ.
+
+    Over the data axes it does not: it was computed from a mean.
+    """
+    others = tuple(a for a in where.manual_axes if a not in where.axis_names)
+    if is_typed(others):
+        others = tuple(a for a in others if a in varying_axes(flag))
+    return jax.lax.pmax(flag.astype(jnp.int32), others) > 0 if others else flag
 
 
 def normalise(

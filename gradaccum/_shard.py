@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gradaccum._layout import Layouts, gradient_spec
+from gradaccum._layout import Layout, Layouts, gradient_spec
 from gradaccum._mesh import DataMesh
-from gradaccum._specs import spec_of
+from gradaccum._specs import axes_in, dims_of, only, spec_of
 from gradaccum._transpose import transposes
 
 
@@ -55,19 +55,23 @@ def shard_over_data(
     wanted: Sequence[bool],
     *,
     check_vma: bool,
-    differentiable: bool,
+    differentiable: bool = False,
+    reduced: bool = True,
 ) -> dict[str, Any]:
     """Runs `local` on each data device's part of the arrays; automatic axes stay as they are.
 
     Args:
       local: one device's arrays -> {"shared": what is the same on all devices, "rows": what is
-        split over the data axes along axis 0, "grads": one an array, None where not wanted}.
+        split over the data axes along axis 0, "grads": one an array,
+        None where not wanted}.
       where: the data axes. With none, or manual ones, `local` is called as it is.
       layouts: how the arrays and their gradients lie.
       arrays: the global arrays.
       wanted: for each of them, whether it has a gradient.
       check_vma: as in `jax.shard_map`.
       differentiable: the result may itself be differentiated.
+      reduced: the gradients lie as their layouts say; else there is one row a device of each,
+        `[n, ...]`, split over the model axes alone.
 
     Returns:
       What `local` returns, with global arrays.
@@ -76,65 +80,101 @@ def shard_over_data(
         return local(*arrays)
     leaves = layouts.leaves
     data, shared = PartitionSpec(where.axis_names), PartitionSpec()
-    in_specs = tuple(spec_of(x.dims) for x in leaves)
-    out_specs = {
-        "shared": shared,
-        "rows": data,
-        "grads": [spec_of(x.grad_dims) if w else None for x, w in zip(leaves, wanted, strict=True)],
-    }
     if layouts.manual and differentiable and not check_vma:
         local = _with_boundaries(local, where, layouts)
+
+    def each(spec: Callable[[Any, Layout], PartitionSpec]) -> list[PartitionSpec | None]:
+        leaf = zip(arrays, leaves, wanted, strict=True)
+        specs = [spec(x, layout) if w else None for x, layout, w in leaf]
+        return specs if reduced else [s if s is None else row_spec(where, s) for s in specs]
+
+    region = data_region(
+        local,
+        where,
+        layouts.manual,
+        in_specs=tuple(spec_of(x.dims) for x in leaves),
+        out_specs={
+            "shared": shared,
+            "rows": data,
+            "grads": each(lambda _, layout: spec_of(layout.grad_dims)),
+        },
+        out_types={
+            "shared": shared,
+            "rows": data,
+            "grads": each(lambda x, layout: gradient_spec(x, layout, where)),
+        },
+        constraints=[leaf.constraint for leaf in leaves],
+        check_vma=check_vma,
+    )
+    out: dict[str, Any] = region(*arrays)
+    return out
+
+
+def row_spec(where: DataMesh, spec: PartitionSpec) -> PartitionSpec:
+    """Returns the spec of one row a data device, of values that `spec` splits over other axes."""
+    dims = dims_of(spec)
+    return spec_of([where.axis_names, *only(dims, set(axes_in(dims)) - set(where.axis_names))])
+
+
+def data_region(
+    local: Callable[..., Any],
+    where: DataMesh,
+    manual: Sequence[str],
+    *,
+    in_specs: Any,
+    out_specs: Any,
+    out_types: Any,
+    constraints: Sequence[PartitionSpec | None] = (),
+    check_vma: bool = False,
+) -> Callable[..., Any]:
+    """Returns `jax.shard_map` of `local`, over the data axes and the model axes `manual`.
+
+    Explicit axes are Auto inside; what comes out has types again.
+
+    Args:
+      local: what each device does.
+      where: the mesh and its data axes, not manual.
+      manual: the model axes that are to be manual.
+      in_specs: as `jax.shard_map` takes them.
+      out_specs: the same.
+      out_types: the same of all axes: how the results lie on the Explicit ones.
+      constraints: how each argument is laid out before it enters; none, or as many.
+      check_vma: as `jax.shard_map` takes it.
+    """
     region = jax.shard_map(
         local,
         mesh=None if where.explicit_axes else where.mesh,  # auto_axes sets its own context
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names={*where.axis_names, *layouts.manual},
+        axis_names={*where.axis_names, *manual},
         check_vma=check_vma,
     )
 
-    def over_data(*arrays: jax.Array) -> Any:
-        laid_out = [
-            x if leaf.constraint is None
-            else jax.lax.with_sharding_constraint(x, _on(where, leaf.constraint))
-            for x, leaf in zip(arrays, leaves, strict=True)
-        ]  # fmt: skip
-        return region(*laid_out)
+    def run(*arrays: Any) -> Any:
+        if constraints:
+            arrays = tuple(
+                x if spec is None else jax.lax.with_sharding_constraint(x, _on(where, spec))
+                for x, spec in zip(arrays, constraints, strict=True)
+            )
+        return region(*arrays)
 
-    run = (
-        _typed_outside(over_data, where, layouts, arrays, wanted)
-        if where.explicit_axes
-        else over_data
+    if not where.explicit_axes:
+        return run
+
+    def typed(spec: PartitionSpec) -> Any:
+        dims = [[a for a in d if a in where.explicit_axes] for d in dims_of(spec)]
+        return _on(where, spec_of(dims))
+
+    auto: Callable[..., Any] = jax.sharding.auto_axes(
+        run,
+        axes=where.explicit_axes,
+        out_sharding=jax.tree.map(typed, out_types, is_leaf=lambda x: isinstance(x, PartitionSpec)),
     )
-    out: dict[str, Any] = run(*arrays)
-    return out
+    return auto
 
 
 def _on(where: DataMesh, spec: PartitionSpec) -> Any:
     return spec if where.mesh is None else NamedSharding(where.mesh, spec)
-
-
-def _typed_outside(
-    over_data: Callable[..., Any],
-    where: DataMesh,
-    layouts: Layouts,
-    arrays: Sequence[jax.Array],
-    wanted: Sequence[bool],
-) -> Callable[..., Any]:
-    """Makes Explicit axes Auto inside the function; what comes out has a type again."""
-
-    out_sharding = {
-        "shared": _on(where, PartitionSpec()),
-        "rows": _on(where, PartitionSpec(where.axis_names)),
-        "grads": [
-            _on(where, gradient_spec(x, layout, where)) if w else None
-            for x, layout, w in zip(arrays, layouts.leaves, wanted, strict=True)
-        ],
-    }
-    auto: Callable[..., Any] = jax.sharding.auto_axes(
-        over_data, axes=where.explicit_axes, out_sharding=out_sharding
-    )
-    return auto
 
 
 def _with_boundaries(

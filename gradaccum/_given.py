@@ -1,0 +1,90 @@
+"""What gradients a call was given: a plain tree, rows of `Unreduced`, or one device's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradaccum import _checks
+from gradaccum._mesh import AxisName, DataMesh, axis_tuple, data_mesh, is_typed, vary, varying_axes
+from gradaccum._unreduced import Awaited, Unreduced, is_unreduced, where_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """What was given to one call.
+
+    Attributes:
+      sums: one for each leaf: gradients, or rows of them `[n, *shape]`.
+      tree: their structure.
+      weight: what they count: float32 `[]`, or `[n]` of rows.
+      awaited: how the mean of each is taken, and its dtype.
+      where: the data axes of rows; None: gradients that are whole.
+    """
+
+    sums: list[jax.Array]
+    tree: Any
+    weight: jax.Array
+    awaited: tuple[Awaited, ...]
+    where: DataMesh | None
+
+
+def read(api: str, grads: Any, axis_name: AxisName | None, mesh: Any) -> Gradients:
+    """Tells what gradients these are.
+
+    Raises:
+      TypeError: `Unreduced` without `axis_name`, or mixed with others; plain gradients with one
+        that is not manual, or that JAX has summed over it already.
+    """
+    keyed, tree = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_unreduced)
+    leaves = {jax.tree_util.keystr(path) or "the gradient": x for path, x in keyed}
+    rows = {p: x for p, x in leaves.items() if is_unreduced(x)}
+    if axis_name is None:
+        _checks.check_no_rows(api, list(rows))
+        arrays = [jnp.asarray(x) for x in leaves.values()]
+        awaited = tuple(Awaited(dtype=x.dtype) for x in arrays)
+        return Gradients(arrays, tree, jnp.ones((), jnp.float32), awaited, None)
+    if rows:
+        _checks.check_all_unreduced(api, {p: x for p, x in leaves.items() if p not in rows})
+        return _read_rows(api, rows, tree, axis_name, mesh)
+    where = data_mesh(api, axis_name, mesh)
+    if leaves:
+        _checks.check_manual(api, where, list(leaves))
+    return _read_local(api, {p: jnp.asarray(x) for p, x in leaves.items()}, tree, where)
+
+
+def _read_rows(
+    api: str, leaves: dict[str, Unreduced], tree: Any, axis_name: AxisName, mesh: Any
+) -> Gradients:
+    _checks.check_untouched(api, [p for p, x in leaves.items() if not x.is_whole()])
+    wanted = axis_tuple(axis_name)
+    axes = {p: x.axis_name for p, x in leaves.items() if axis_tuple(x.axis_name) != wanted}
+    some = list(leaves.values())
+    if set(axes.values()) != {None}:  # None: made on one device, without a mesh
+        _checks.check_same_axes(api, {"MultiSteps": axis_name, **axes} if axes else {})
+    _checks.check_one_source(api, {x.awaited.source for x in some})
+    given = some[0].awaited.mesh
+    where = where_of(api, some, axis_name, mesh if given is None else given)
+    awaited = tuple(x.awaited for x in some)
+    return Gradients([x.sum for x in some], tree, some[0].weight, awaited, where)
+
+
+def _read_local(api: str, leaves: dict[str, jax.Array], tree: Any, where: DataMesh) -> Gradients:
+    """Reads one device's gradients, inside a manual region."""
+    axes = where.axis_names
+    if is_typed(axes):
+        lacking = {p: varying_axes(x) for p, x in leaves.items()}
+        _checks.check_unsummed(
+            api, [p for p, v in lacking.items() if not v.issuperset(axes)], where
+        )
+    weight = vary(jnp.ones((1,), jnp.float32), axes if is_typed(axes) else ())
+    return Gradients(
+        [x[None] for x in leaves.values()],
+        tree,
+        weight,
+        tuple(Awaited(dtype=x.dtype) for x in leaves.values()),
+        where,
+    )

@@ -1,0 +1,279 @@
+"""The optax transformations: `MultiSteps`, which accumulates over calls, and `all_reduce_mean`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
+
+from gradaccum import _checks
+from gradaccum._given import read
+from gradaccum._mesh import AxisName, check_axes
+from gradaccum._rows import resize
+from gradaccum._unreduced import means
+from gradaccum._window import API, MultiStepsState, Window, schedule_of
+
+
+class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+    """Accumulate gradients over k calls; the mean over devices and the inner step run once.
+
+    A drop-in for `optax.MultiSteps` that is itself an `optax.GradientTransformationExtraArgs`, so
+    it stands in `optax.chain`, `masked`, `multi_transform` and `inject_hyperparams` as it is. Each
+    call adds its gradients up; the k-th one gives the inner optimizer
+
+        sum(gradients) / k,   or, of `Unreduced` ones,   sum(sum) / sum(weight)
+
+    over the calls and devices of the window, and returns its updates; all other calls return zeros.
+
+    Without `axis_name` gradients are a plain tree, averaged over devices already, as in optax. With
+    it they are `gradaccum.Unreduced`, from `gradaccum.unreduced_value_and_grad`; or, inside a
+    `jax.shard_map` over these axes, a plain tree: this device's gradient, a mean over its own
+    examples, all devices alike.
+
+    Communication: with `axis_name`, one reduction a window, in the taken branch of a `lax.cond` on
+    counters that are the same on all devices. Without, none.
+
+    What differs from `optax.MultiSteps`:
+
+    - The inner optimizer runs in the taken branch alone, where optax runs it every call.
+    - An inf or NaN does not outlive its window: the accumulator is set to zeros, not multiplied by
+      0 (0 * NaN is NaN for ever).
+    - The mean divides by what the window holds: one that a changed schedule made shorter or longer
+      is still a mean.
+    - `has_updated` is true after a call that updated and no other: not after a skipped call.
+    - Accumulators are float32 at least; float64 and complex gradients keep their own dtype.
+    - k < 1 is an error. `flush` and `resize` are new, and so are two fields of the state.
+    - `should_skip_update_fn` is asked of plain gradients in every call, as in optax; of `Unreduced`
+      ones and one device's own once a window, of their mean. True there drops the window: the inner
+      state stays bitwise as it was, `mini_step` is 0.
+
+    Clip, scale and check for NaN in the inner optimizer, where they see the mean; a transformation
+    before this one meets an `Unreduced` and raises a TypeError. Extra arguments (`value=`) are
+    those of the call that updates. Update an average of parameters only where `has_updated` is
+    true.
+
+    Args:
+      opt: the inner optimizer.
+      every_k_schedule: k >= 1, in calls; or a function of `gradient_step` (int32 `[]`) to it.
+      use_grad_mean: False: the sum over calls, of means over devices (with weights: the weighted
+        mean, as many times as there were calls).
+      should_skip_update_fn: `(gradients, gradient_step, params) -> (skip, skip_state)`, as
+        `optax.skip_not_finite`; skip is bool `[]`.
+      accumulator_dtype: of the sums; default float32, or the parameter's own if wider.
+      axis_name: the data axis or axes of the mesh.
+      mesh: the mesh, if it is not that of `jax.set_mesh`. Where neither is given, `init` and
+        `flush` take it from the parameters, if those are concrete and lie on it.
+
+    Raises:
+      ValueError: k < 1; gradients of another structure or shape than the parameters; no mesh.
+      TypeError: `Unreduced` without `axis_name`; with it, a plain tree outside a manual region, or
+        one that JAX has summed over devices (`check_vma=True`); an `Unreduced` that a
+        transformation has computed with.
+
+    Cost:
+      Collectives: none in k - 1 of k calls; in the k-th each gradient byte once, and the weight.
+      Memory: one accumulator a device; all of the state may be donated, and is then updated in
+      place (on CPUs the call that updates makes copies). `init` lays accumulators out as their
+      parameters. Each call writes a tree of zeros or updates.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, gradaccum
+      >>> mesh = jax.make_mesh((8,), ("dp",))
+      >>> loss_fn = lambda w, x: jnp.mean((x @ w) ** 2)
+      >>> grad_fn = gradaccum.unreduced_value_and_grad(loss_fn, axis_name="dp", mesh=mesh)
+      >>> tx = gradaccum.MultiSteps(optax.sgd(0.1), every_k_schedule=2, axis_name="dp", mesh=mesh)
+      >>> w = jnp.ones((3,))
+      >>> state = tx.init(w)
+      >>> @jax.jit
+      ... def train_step(w, state, x):
+      ...     loss, grads = grad_fn(w, x)
+      ...     updates, state = tx.update(grads, state, w)
+      ...     return optax.apply_updates(w, updates), state
+      >>> for x in jnp.ones((4, 16, 3)):
+      ...     w, state = train_step(w, state, x)
+      ...     print(bool(tx.has_updated(state)), w.round(2).tolist())
+      False [1.0, 1.0, 1.0]
+      True [0.4, 0.4, 0.4]
+      False [0.4, 0.4, 0.4]
+      True [0.16, 0.16, 0.16]
+
+    References:
+      `optax.MultiSteps`.
+    """
+
+    _window: Window
+
+    def __new__(
+        cls,
+        opt: optax.GradientTransformation,
+        every_k_schedule: int | jax.Array | Callable[[jax.Array], Any],
+        use_grad_mean: bool = True,
+        should_skip_update_fn: Callable[..., Any] | None = None,
+        accumulator_dtype: DTypeLike | None = None,
+        *,
+        axis_name: AxisName | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
+    ) -> MultiSteps:
+        axis_name = _checked_axes(API, axis_name, mesh)
+        window = Window(
+            opt=optax.with_extra_args_support(opt),
+            every_k=schedule_of(every_k_schedule),
+            use_grad_mean=use_grad_mean,
+            should_skip=should_skip_update_fn,
+            accumulator_dtype=_checks.check_dtype("accumulator_dtype", accumulator_dtype),
+            axis_name=axis_name,
+            mesh=mesh,
+        )
+        self: MultiSteps = super().__new__(cls, window.init, window.update)
+        self._window = window
+        return self
+
+    def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # For copies: what `__new__` takes is not the tuple's fields.
+        window = self._window
+        given = (window.opt, window.every_k, window.use_grad_mean, window.should_skip)
+        keywords = {"axis_name": window.axis_name, "mesh": window.mesh}
+        return (*given, window.accumulator_dtype), keywords
+
+    @property
+    def inner_opt(self) -> optax.GradientTransformationExtraArgs:
+        """The wrapped optimizer."""
+        return self._window.opt
+
+    def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:
+        """Return this transformation itself, as `optax.MultiSteps` returns one of its own."""
+        return self
+
+    def has_updated(self, state: MultiStepsState) -> jax.Array:
+        """Return whether the last call made a step: bool `[]`.
+
+        Where the inner optimizer is a `MultiSteps` too: whether that made one.
+
+        Args:
+          state: the state that the call returned. In a chain, this transformation's part of it.
+
+        Returns:
+          bool `[]`; False for a new state.
+
+        Cost:
+          None.
+        """
+        inner = self.inner_opt
+        if isinstance(inner, MultiSteps):
+            return jnp.logical_and(state.updated, inner.has_updated(state.inner_opt_state))
+        return jnp.asarray(state.updated)
+
+    def flush(
+        self, state: MultiStepsState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, MultiStepsState]:
+        """Make a step of an incomplete window, e.g. at the end of an epoch.
+
+        Args:
+          state: the state.
+          params: the parameters, as for `update`.
+          **extra_args: for the inner optimizer.
+
+        Returns:
+          `(updates, state)` as `update` would on the window's last call: the mean is over the calls
+          that it holds. Of an empty window zeros; then the inner state is as it was.
+
+        Raises:
+          ValueError: no mesh: under jit give `mesh=` to `MultiSteps`, or use `jax.set_mesh`.
+
+        Cost:
+          As the k-th call of `update`.
+        """
+        return self._window.flush(state, params, **extra_args)
+
+    def resize(self, state: Any, mesh: Mesh | AbstractMesh) -> Any:
+        """Move a state to a mesh with another number of data devices, sums and weights kept.
+
+        To restore a checkpoint there, restore it with the shapes that it was saved with and move
+        it; the shapes are those of a state moved back:
+
+            small = tx.init(params)                                   # on 4 devices
+            saved = jax.eval_shape(lambda s: tx.resize(s, mesh_of_8), small)
+            state = tx.resize(restore(path, saved), mesh_of_4)        # with shardings, for Orbax
+
+        Args:
+          state: a state of this transformation, or any tree that holds such states (of a chain).
+          mesh: the mesh, with the data axes by the same names; abstract for shapes alone.
+
+        Returns:
+          The same tree with as many rows as `mesh` has data devices; concrete arrays lie on it,
+          split by the same specs as far as that divides.
+
+        Raises:
+          ValueError: the mesh does not have the data axes.
+
+        Cost:
+          One copy of the state.
+        """
+        if self._window.axis_name is not None:
+            check_axes(f"{API}.resize", self._window.axis_name, mesh)
+        return resize(state, MultiStepsState, self._window.axis_name, mesh)
+
+
+def all_reduce_mean(
+    axis_name: AxisName, *, mesh: Mesh | AbstractMesh | None = None
+) -> optax.GradientTransformation:
+    """Take the mean of unreduced gradients: a chain element, once in every call.
+
+    `optax.chain(all_reduce_mean("dp"), adamw(...))` with `gradaccum.unreduced_value_and_grad` is
+    data parallelism with one reduction a call, where the microbatches are all in that call.
+
+    Args:
+      axis_name: the data axis or axes of the mesh.
+      mesh: the mesh, if it is not that of `jax.set_mesh` and the gradients were not given one.
+
+    Returns:
+      A transformation of `Unreduced` gradients to their mean; or, inside a `jax.shard_map` over
+      these axes, of this device's gradients. Its state is empty.
+
+    Raises:
+      TypeError: gradients that are neither; one that something has computed with.
+      ValueError: no mesh, or another number of devices on it.
+
+    Cost:
+      One all-reduce a call, of each gradient byte once, and the weight.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, gradaccum
+      >>> mesh = jax.make_mesh((8,), ("dp",))
+      >>> grad_fn = gradaccum.unreduced_value_and_grad(
+      ...     lambda w, x: jnp.mean(x * w), axis_name="dp", mesh=mesh, microbatches=2)
+      >>> tx = optax.chain(gradaccum.all_reduce_mean("dp"), optax.sgd(1.0))
+      >>> loss, grads = grad_fn(1.0, jnp.arange(16.0))
+      >>> updates, state = tx.update(grads, tx.init(1.0))
+      >>> float(updates)
+      -7.5
+    """
+    api = "all_reduce_mean"
+    if axis_name is None:
+        raise ValueError(f"{api}: axis_name is None; name the data axis or axes of the mesh.")
+    axes = _checked_axes(api, axis_name, mesh)
+
+    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> Any:
+        del params
+        given = read(api, updates, axes, mesh)
+        if given.where is None or not given.sums:
+            return updates, state
+        which = [0] * len(given.sums)
+        grads = means(given.sums, [given.weight], which, given.awaited, given.where)
+        return given.tree.unflatten(grads), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _checked_axes(api: str, axis_name: Any, mesh: Mesh | AbstractMesh | None) -> AxisName | None:
+    _checks.check_axis_name(axis_name)
+    if mesh is not None:
+        _checks.check_mesh(mesh)
+        check_axes(api, axis_name, mesh)
+    axes: AxisName | None = tuple(axis_name) if isinstance(axis_name, list) else axis_name
+    return axes

@@ -1,0 +1,182 @@
+"""Accumulators: zeros laid out as the parameters, one row a data device; and other meshes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from gradaccum._mesh import (
+    AxisName,
+    DataMesh,
+    axis_tuple,
+    data_mesh,
+    is_typed,
+    vary,
+    varying_axes,
+)
+from gradaccum._shard import data_region, explicit_as_auto, row_spec
+from gradaccum._specs import Dims, axes_in, dims_of, only, spec_of
+
+
+def mesh_of(tree: Any, axis_name: AxisName | None = None) -> Mesh | None:
+    """Returns the mesh that concrete arrays lie on and that has the axes; None without one."""
+    for x in jax.tree.leaves(tree):
+        sharding = getattr(x, "sharding", None) if not isinstance(x, jax.core.Tracer) else None
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        if isinstance(mesh, Mesh) and set(axis_tuple(axis_name)) <= set(mesh.axis_names):
+            return mesh
+    return None
+
+
+def find_mesh(api: str, axis_name: AxisName, mesh: Any, *trees: Any) -> DataMesh:
+    """Finds the data axes where no `Unreduced` tells: as given, the context's, or the arrays'."""
+    if mesh is None and not jax.sharding.get_abstract_mesh().axis_names:
+        mesh = next((m for t in trees if (m := mesh_of(t, axis_name)) is not None), None)
+    return data_mesh(api, axis_name, mesh)
+
+
+def settle(tree: Any, mesh: Mesh | None) -> Any:
+    """Puts concrete arrays that lie nowhere in particular on the mesh, as a jitted step will.
+
+    So the step's second call finds the types of the first.
+    """
+
+    if mesh is None:
+        return tree
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def put(x: Any) -> Any:
+        free = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.committed
+        return jax.device_put(x, replicated) if free else x
+
+    return jax.tree.map(put, tree)
+
+
+def _zero(x: jax.Array, dtype: Any) -> jax.Array:
+    # Not `zeros_like`: as a value of `x`, the partitioner lays the zeros out as it does `x`.
+    zero = jnp.where(jnp.zeros((), bool), x, jnp.zeros((), x.dtype)).astype(dtype)
+    return vary(zero, varying_axes(x))
+
+
+def zeros(leaves: Sequence[jax.Array], dtypes: Sequence[Any]) -> list[jax.Array]:
+    """Returns zeros of the leaves' shapes, laid out as they are."""
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return [_zero(x, d) for x, d in zip(leaves, dtypes, strict=True)]
+    return [jnp.zeros_like(x, dtype=d) for x, d in zip(leaves, dtypes, strict=True)]
+
+
+def zero_rows(
+    leaves: Sequence[jax.Array], dtypes: Sequence[Any], where: DataMesh
+) -> tuple[list[jax.Array], jax.Array]:
+    """Returns zero rows `[n, *shape]`, laid out as the leaves otherwise, and a weight `[n]`."""
+    where = explicit_as_auto(where, leaves)
+    if any(isinstance(x, jax.core.Tracer) for x in leaves) or where.manual:
+        return _zero_rows(where, tuple(dtypes), list(leaves))
+    rows: tuple[list[jax.Array], jax.Array] = _jitted_zero_rows(where, tuple(dtypes), list(leaves))
+    return rows
+
+
+def _zero_rows(
+    where: DataMesh, dtypes: tuple[Any, ...], leaves: list[jax.Array]
+) -> tuple[list[jax.Array], jax.Array]:
+    typed = where.axis_names if where.manual and is_typed(where.axis_names) else ()
+
+    def local(leaves: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        rows = [_zero(x, d)[None] for x, d in zip(leaves, dtypes, strict=True)]
+        return [vary(x, typed) for x in rows], vary(jnp.zeros((1,), jnp.float32), typed)
+
+    if not where.axis_names or where.manual:
+        return local(leaves)
+    data = PartitionSpec(where.axis_names)
+    region = data_region(
+        local,
+        where,
+        (),
+        in_specs=PartitionSpec(),
+        out_specs=data,
+        out_types=([row_spec(where, jax.typeof(x).sharding.spec) for x in leaves], data),
+    )
+    out: tuple[list[jax.Array], jax.Array] = region(leaves)
+    return out
+
+
+_jitted_zero_rows = jax.jit(_zero_rows, static_argnums=(0, 1))
+
+
+def resize(tree: Any, kind: type, axis_name: AxisName | None, mesh: Mesh | AbstractMesh) -> Any:
+    """Moves a tree to a mesh: states of this kind, wherever they are, to as many rows as it has.
+
+    Args:
+      tree: arrays, shapes, and states with `acc_grads` and `weight`.
+      kind: the type of the states.
+      axis_name: the data axes of those that have rows.
+      mesh: the mesh.
+    """
+    axes = axis_tuple(axis_name)
+    rows = math.prod(mesh.shape[a] for a in axes)
+
+    def is_state(x: Any) -> bool:
+        return isinstance(x, kind)
+
+    def moved(x: Any) -> Any:
+        return _on_mesh(x, mesh, lambda own: own)
+
+    def moved_row(x: Any) -> Any:
+        return _on_mesh(
+            _resized(x, rows), mesh, lambda own: spec_of([axes, *_without(own[1:], axes)])
+        )
+
+    def node(x: Any) -> Any:
+        if not is_state(x):
+            return moved(x)
+        row = moved_row if x.weight.ndim else moved
+        rest = {
+            name: walk(value)
+            for name, value in x._asdict().items()
+            if name not in ("acc_grads", "weight")
+        }
+        return x._replace(acc_grads=jax.tree.map(row, x.acc_grads), weight=row(x.weight), **rest)
+
+    def walk(tree: Any) -> Any:
+        return jax.tree.map(node, tree, is_leaf=is_state)
+
+    return walk(tree)
+
+
+def _without(spec: Any, axes: Sequence[str]) -> Dims:
+    dims = dims_of(PartitionSpec(*spec))
+    return only(dims, set(axes_in(dims)).difference(axes))
+
+
+def _resized(x: jax.Array, rows: int) -> jax.Array:
+    """Returns as many rows with the same sum: neighbours added, or zero rows between."""
+    old = x.shape[0]
+    rest = [(0, 0)] * (x.ndim - 1)
+    if old < rows and rows % old == 0:
+        spread = jnp.pad(x[:, None], [(0, 0), (0, rows // old - 1), *rest])
+        return spread.reshape(rows, *x.shape[1:])
+    group = -(-old // rows)
+    padded = jnp.pad(x, [(0, group * rows - old), *rest])
+    return padded.reshape(rows, group, *x.shape[1:]).sum(1)
+
+
+def _on_mesh(
+    x: Any, mesh: Mesh | AbstractMesh, spec: Callable[[PartitionSpec], PartitionSpec]
+) -> Any:
+    """Puts a concrete array on a mesh, split by `spec` of its own spec as far as that divides."""
+    if isinstance(x, jax.core.Tracer) or not isinstance(mesh, Mesh) or not hasattr(x, "shape"):
+        return x
+    sharding = getattr(x, "sharding", None)
+    own = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    own = PartitionSpec(*own, *[None] * (x.ndim - len(own)))
+    dims = only(dims_of(spec(own)), mesh.axis_names)
+    fitting = [
+        d if size % math.prod(mesh.shape[a] for a in d) == 0 else ()
+        for d, size in zip(dims, x.shape, strict=True)
+    ]
+    return jax.device_put(x, NamedSharding(mesh, spec_of(fitting)))

@@ -1,0 +1,306 @@
+"""`Unreduced`: a value still split over the data axes, and the one mean that it awaits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from gradaccum import _checks, _reduce
+from gradaccum._layout import Layout, Layouts
+from gradaccum._mesh import AxisName, DataMesh, data_mesh
+from gradaccum._shard import data_region, explicit_as_auto, row_spec
+from gradaccum._specs import spec_of
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Awaited:
+    """How the mean of an `Unreduced` is taken, and how it lies: known where the value was made.
+
+    Attributes:
+      dtype: of the mean; None: of the sum.
+      total: it is the sum over devices and calls instead, weights aside.
+      reduce_dtype: on the wire; None: the sum's.
+      layout: how the mean lies on the manual axes.
+      manual: the model axes that are manual in the reduction.
+      automatic: the other model axes.
+      spec: how the mean lies on Explicit axes.
+      mesh: the mesh that was given; None: the context's.
+      source: what the weight belongs to: equal sources of one call have the same weight.
+    """
+
+    dtype: Any = None
+    total: bool = False
+    reduce_dtype: Any = None
+    layout: Layout = Layout()  # noqa: RUF009 (immutable)
+    manual: tuple[str, ...] = ()
+    automatic: tuple[str, ...] = ()
+    spec: PartitionSpec = PartitionSpec()  # noqa: RUF009 (immutable)
+    mesh: Mesh | AbstractMesh | None = None
+    source: Any = None
+
+
+def guard(rows: int) -> Any:
+    """Returns a leaf that no arithmetic accepts: float0, [rows, 1]."""
+    return np.zeros((rows, 1), jax.dtypes.float0)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["sum", "weight", "guard"],
+    meta_fields=["axis_name", "awaited"],
+)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Unreduced:
+    """A value that is still split over the data axes: n weighted sums, which await the one mean.
+
+        mean = sum over rows of `sum` / sum over rows of `weight`
+
+    One stands for each leaf of the gradients, so that `optax.masked` and `optax.multi_transform`
+    can select (by trees of masks and labels; functions would see inside it). It goes to
+    `gradaccum.MultiSteps`, `gradaccum.all_reduce_mean`, `gradaccum.mean` or `gradaccum.add`;
+    anything else that computes with it raises a TypeError: clipping or scaling the rows is not
+    clipping or scaling the mean. It holds no mean and no communication has happened.
+
+    Attributes:
+      sum: `[n, *shape]`, row i on the i-th data device: its sum of weight times value. Inside a
+        `jax.shard_map` over the data axes `[1, *shape]`, this device's row.
+      weight: float32 `[n]`, what the rows add up to: microbatches, or `weight_fn`'s unit. One array
+        for all leaves of one call's gradients.
+      axis_name: the data axis or axes.
+      awaited: how the mean is to be taken; the default is an all-reduce in the sum's dtype.
+      guard: an array of float0, which no arithmetic accepts; made if not given. (So JAX's error
+        speaks of float0.)
+
+    Cost:
+      None: a device holds its own row, as large as the value.
+
+    Example:
+      >>> import jax.numpy as jnp, gradaccum
+      >>> rows = jnp.array([[1.0, 2.0], [5.0, 6.0]])
+      >>> gradaccum.Unreduced(sum=rows, weight=jnp.array([1.0, 3.0]), axis_name="dp")
+      Unreduced(float32[2] in 2 rows over 'dp', awaiting gradaccum.mean)
+    """
+
+    sum: jax.Array
+    weight: jax.Array
+    axis_name: AxisName | None
+    awaited: Awaited = Awaited()
+    guard: Any = None
+
+    def __post_init__(self) -> None:
+        # JAX makes one of whatever leaves it has, too: shapes, specs, booleans.
+        if self.guard is None and getattr(self.sum, "shape", None):
+            object.__setattr__(self, "guard", guard(self.sum.shape[0]))
+
+    def is_whole(self) -> bool:
+        """Whether the leaves still belong together: nothing has computed with some of them."""
+        guarded = getattr(self.guard, "dtype", None) == jax.dtypes.float0
+        rows = self.sum.shape[:1]
+        return guarded and self.weight.dtype == jnp.float32 and self.weight.shape == rows
+
+    def __repr__(self) -> str:
+        shape = getattr(self.sum, "shape", None)
+        if not shape:
+            return f"Unreduced(sum={self.sum!r}, weight={self.weight!r}, {self.axis_name!r})"
+        value = f"{self.sum.dtype}[{','.join(map(str, shape[1:]))}]"
+        what = "sum" if self.awaited.total else "mean"
+        axes = "no axis" if self.axis_name is None else repr(self.axis_name)
+        awaits = "gradaccum.mean" if what == "mean" else "its sum, by gradaccum.mean"
+        return f"Unreduced({value} in {shape[0]} rows over {axes}, awaiting {awaits})"
+
+
+def is_unreduced(x: Any) -> bool:
+    return isinstance(x, Unreduced)
+
+
+def flatten(api: str, tree: Any) -> tuple[list[Unreduced], Any]:
+    """Flattens a tree of nothing but `Unreduced`, untouched and of the same axes, or raises."""
+    keyed, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_unreduced)
+    leaves = {jax.tree_util.keystr(path) or "the tree": x for path, x in keyed}
+    _checks.check_all_unreduced(api, {p: x for p, x in leaves.items() if not is_unreduced(x)})
+    _checks.check_untouched(api, [p for p, x in leaves.items() if not x.is_whole()])
+    _checks.check_same_axes(api, {p: x.axis_name for p, x in leaves.items()})
+    return list(leaves.values()), treedef
+
+
+def mean(tree: Any) -> Any:
+    """Take the one cross-device mean of a tree of `Unreduced` values.
+
+        mean = sum over rows of `sum` / sum over rows of `weight`;  0 where all weights are 0
+
+    Communication: one `psum` over the data axes for all leaves and weights together; a leaf whose
+    `grad_specs` split it over a data axis is reduce-scattered, as by `gradaccum.accumulate`.
+
+    Args:
+      tree: a pytree whose leaves are all `Unreduced`, of the same data axes: gradients, losses.
+
+    Returns:
+      The same tree, each leaf `[*shape]` in its parameter's dtype. Aux that was accumulated with
+      `AccumulationType.SUM` comes back as its sum.
+
+    Raises:
+      TypeError: a leaf that is no `Unreduced`, or one that has been computed with.
+      ValueError: leaves of different axes, or no mesh that has them.
+
+    Cost:
+      Each byte of `sum` once over the data axes, 4 bytes for each different weight. Take it once a
+      window; of gradients, `gradaccum.MultiSteps` does.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, gradaccum
+      >>> mesh = jax.make_mesh((8,), ("dp",))
+      >>> loss_fn = lambda w, x: jnp.mean(w * x)
+      >>> fun = gradaccum.unreduced_value_and_grad(loss_fn, axis_name="dp", mesh=mesh)
+      >>> loss, grad = fun(2.0, jnp.arange(16.0))
+      >>> loss, grad
+      (Unreduced(float32[] in 8 rows over 'dp', awaiting gradaccum.mean), \
+Unreduced(float32[] in 8 rows over 'dp', awaiting gradaccum.mean))
+      >>> jax.tree.map(float, gradaccum.mean((loss, grad)))
+      (15.0, 7.5)
+    """
+    leaves, treedef = flatten("mean", tree)
+    if not leaves:
+        return tree
+    weights, which = shared_weights(leaves)
+    return treedef.unflatten(
+        means(
+            [x.sum for x in leaves],
+            weights,
+            which,
+            [x.awaited for x in leaves],
+            where_of("mean", leaves, leaves[0].axis_name, leaves[0].awaited.mesh),
+        )
+    )
+
+
+def add(a: Any, b: Any) -> Any:
+    """Add two trees of `Unreduced` values, sums and weights alike: no communication.
+
+    The mean of the result is the weighted mean of both: of two calls' losses or gradients, what
+    one call with both batches would have given.
+
+    Args:
+      a: a pytree whose leaves are all `Unreduced`.
+      b: another of the same structure, shapes and data axes.
+
+    Returns:
+      The same tree of `Unreduced`.
+
+    Raises:
+      TypeError: a leaf that is no `Unreduced`, or one that has been computed with.
+      ValueError: the structures, shapes or axes differ.
+
+    Cost:
+      None but the additions, row by row on each device.
+
+    Example:
+      >>> import jax.numpy as jnp, gradaccum
+      >>> make = lambda s, w: gradaccum.Unreduced(jnp.array(s), jnp.array(w), axis_name=None)
+      >>> total = gradaccum.add(make([8.0], [4.0]), make([2.0], [1.0]))
+      >>> float(gradaccum.mean(total))
+      2.0
+    """
+    (left, tree), (right, other) = flatten("add", a), flatten("add", b)
+    _checks.check_addends(tree, other, [x.sum for x in left], [x.sum for x in right])
+    _checks.check_same_axes(
+        "add", {"a": left[0].axis_name, "b": right[0].axis_name} if left else {}
+    )
+    sums: dict[tuple[int, int], jax.Array] = {}  # weights that are shared stay so
+    added = []
+    for x, y in zip(left, right, strict=True):
+        pair = (id(x.weight), id(y.weight))
+        if pair not in sums:
+            sums[pair] = x.weight + y.weight
+        added.append(dataclasses.replace(x, sum=x.sum + y.sum, weight=sums[pair]))
+    return tree.unflatten(added)
+
+
+def where_of(api: str, leaves: Sequence[Unreduced], axis_name: Any, mesh: Any) -> DataMesh:
+    """Finds the mesh and the data axes of some leaves; their rows must be as many."""
+    where = data_mesh(api, axis_name, mesh)
+    where = explicit_as_auto(where, [x.sum for x in leaves])
+    _checks.check_rows(api, {x.sum.shape[0] for x in leaves}, where)
+    return where
+
+
+def shared_weights(leaves: Sequence[Unreduced]) -> tuple[list[jax.Array], list[int]]:
+    """Returns the different weight arrays, and which of them each leaf has."""
+    by_id = {id(x.weight): x.weight for x in leaves}
+    places = {key: i for i, key in enumerate(by_id)}
+    return list(by_id.values()), [places[id(x.weight)] for x in leaves]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reduction:
+    """All of a reduction but its arrays: hashable, a program's cache key."""
+
+    where: DataMesh
+    which: tuple[int, ...]
+    awaited: tuple[Awaited, ...]
+
+    def __call__(self, sums: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
+        where, awaited = self.where, self.awaited
+        manual = tuple(dict.fromkeys(a for x in awaited for a in x.manual))
+        layouts = Layouts(
+            tuple(x.layout for x in awaited),
+            manual,
+            tuple(dict.fromkeys(a for x in awaited for a in x.automatic)),
+        )
+
+        def local(sums: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
+            return _reduce.mean_of_rows(
+                [x[0] for x in sums],
+                [w[0] for w in weights],
+                [None if a.total else i for i, a in zip(self.which, awaited, strict=True)],
+                where,
+                layouts,
+                [a.reduce_dtype for a in awaited],
+            )
+
+        if where.axis_names and not where.manual:
+            rows = [spec_of(x.layout.grad_dims) for x in awaited]
+            local = data_region(
+                local,
+                where,
+                manual,
+                in_specs=([row_spec(where, s) for s in rows], PartitionSpec(where.axis_names)),
+                out_specs=rows,
+                out_types=[x.spec for x in awaited],
+            )
+        values = local(sums, weights)
+        return [v.astype(v.dtype if a.dtype is None else a.dtype)
+                for v, a in zip(values, awaited, strict=True)]  # fmt: skip
+
+
+_reduced = jax.jit(lambda reduction, *arrays: reduction(*arrays), static_argnums=0)
+
+
+def means(
+    sums: Sequence[jax.Array],
+    weights: Sequence[jax.Array],
+    which: Sequence[int],
+    awaited: Sequence[Awaited],
+    where: DataMesh,
+) -> list[jax.Array]:
+    """Reduces rows to their means: the one communication.
+
+    Args:
+      sums: `[n, *shape]` each.
+      weights: float32 `[n]` each.
+      which: the weight of each sum.
+      awaited: how each mean is taken.
+      where: the data axes.
+    """
+    reduction = _Reduction(where, tuple(which), tuple(awaited))
+    if any(isinstance(x, jax.core.Tracer) for x in (*sums, *weights)):
+        return reduction(list(sums), list(weights))
+    result: list[jax.Array] = _reduced(reduction, list(sums), list(weights))
+    return result

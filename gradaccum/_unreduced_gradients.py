@@ -1,0 +1,221 @@
+"""`unreduced_value_and_grad`: a loss and its gradients, accumulated and not yet averaged."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from optax.microbatching import AccumulationType
+
+from gradaccum import _call, _checks
+from gradaccum._accumulate import accumulate
+from gradaccum._arguments import Role
+from gradaccum._decorated import Accumulated
+from gradaccum._layout import Layouts, gradient_spec
+from gradaccum._mesh import is_typed, vary
+from gradaccum._microbatch import merge
+from gradaccum._options import Call
+from gradaccum._shard import shard_over_data
+from gradaccum._unreduced import Awaited, Unreduced, guard
+
+
+def unreduced_value_and_grad(
+    loss_fn: Callable[..., Any], argnums: int | Sequence[int] = 0, **options: Any
+) -> Callable[..., Any]:
+    """Compute a loss and its gradients without the cross-device mean, for `MultiSteps` to take.
+
+    Over the k microbatches of one call on data device d, with weights w (1 without `weight_fn`):
+
+        sum[d] = sum(w_i * value_i),   weight[d] = sum(w_i),   i < k
+
+    for the loss and every gradient, so that `sum(sum) / sum(weight)` over devices and calls is the
+    full batch's value (calls count by their microbatches: where their batches differ in size, give
+    a `weight_fn`). With `loss_reduction="sum"` the weight is 1/n: the mean is the sum over one
+    call's microbatches and devices, averaged over calls.
+
+    Communication: none, except what the loss itself does, and one all-gather of each parameter
+    that `in_specs` splits over a data axis.
+
+    Args:
+      loss_fn: the loss of one microbatch, as `gradaccum.accumulate` takes it; or one so decorated,
+        whose options then hold.
+      argnums: the positional argument or arguments to differentiate. Not batch ones: their
+        gradient belongs to one device and has no mean.
+      **options: those of `gradaccum.accumulate`; `microbatches` here is 1 if not given: the batch
+        of a call is one microbatch a device. `in_specs`, `grad_specs` and `reduce_dtype` say how
+        the mean, once it is taken, is reduced and laid out.
+
+    Returns:
+      A function of the loss's own arguments, to `(loss, grads)`, or `((loss, aux), grads)` with
+      `has_aux`. The loss, and each leaf of grads (and of aux, unless it is CONCAT), is an
+      `Unreduced`, `[n, *shape]`, in the accumulator's dtype. Jit it together with the update.
+
+    Raises:
+      ValueError, TypeError: as `gradaccum.accumulate`, in its words, before anything is computed.
+
+    Cost:
+      Collectives: none. Memory: one row of gradients a device, in the accumulator's dtype.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, gradaccum
+      >>> mesh = jax.make_mesh((8,), ("dp",))
+      >>> loss_fn = lambda w, x: jnp.mean((x @ w) ** 2)
+      >>> fun = gradaccum.unreduced_value_and_grad(loss_fn, axis_name="dp", mesh=mesh)
+      >>> loss, grad = fun(jnp.ones((3,)), jnp.ones((16, 3)))
+      >>> grad
+      Unreduced(float32[3] in 8 rows over 'dp', awaiting gradaccum.mean)
+      >>> gradaccum.mean(grad).tolist()
+      [6.0, 6.0, 6.0]
+    """
+    decorated: Accumulated
+    if not isinstance(loss_fn, Accumulated):
+        decorated = accumulate(loss_fn, **{"microbatches": 1, **options})
+    elif not options:
+        decorated = loss_fn
+    else:
+        raise TypeError(
+            f"unreduced_value_and_grad: {', '.join(options)} given beside a loss that "
+            "gradaccum.accumulate has decorated already. Give options in one place."
+        )
+
+    @functools.wraps(loss_fn)
+    def fun(*args: Any, **kwargs: Any) -> Any:
+        call, arrays, pick = decorated.prepare_gradients(argnums, args, kwargs)
+        wanted = call.differentiated or ()
+        leaf = zip(call.form.paths(call.options.fun), call.form.roles, wanted, strict=True)
+        batch = [path for path, role, w in leaf if w and role is Role.BATCH]
+        _checks.check_no_batch_gradient(batch)
+        loss, aux, grads = _assemble(_run(call, arrays), call)
+        return ((loss, aux) if call.options.has_aux else loss), pick(grads)
+
+    return fun
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """What a run knows beside its arrays."""
+
+    awaited: tuple[Awaited | None, ...]  # of each array leaf's gradient
+    aux_tree: Any
+    aux_types: tuple[AccumulationType, ...]
+    dtypes: tuple[Any, ...]  # of the loss and of each aux leaf
+    axis_name: Any
+    rows: int
+
+
+def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
+    """Accumulates this device's microbatches: everything becomes a row."""
+    options, where = call.options, call.where
+    one = _call.accumulate(call, layouts, arrays, scale=1.0, replicated=False)
+    found.append(one)
+    sums = one.sums
+    count = jnp.float32(options.microbatches) if sums.weight is None else sums.weight
+    weight = jnp.float32(1 / where.size) if options.loss_reduction == "sum" else count
+    typed = where.axis_names if is_typed(where.axis_names) else ()
+
+    def row(x: Any) -> Any:
+        return None if x is None else vary(x[None], typed)
+
+    return {
+        "shared": {},
+        "rows": {
+            "loss": row(sums.loss),
+            "weight": row(weight.astype(jnp.float32)),
+            "count": row(count.astype(jnp.float32)),
+            "aux": [row(x) for x in sums.aux],
+            "concat": jax.tree.map(merge, one.own.aux),
+        },
+        "grads": [row(g) for g in sums.grads],
+    }
+
+
+def _trace(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any], _Form]:
+    call, layouts = _call.prepare(call, arrays)
+    options, where = call.options, call.where
+    wanted = call.differentiated or (False,) * len(arrays)
+    found: list[_call.OneDevice] = []
+    out = shard_over_data(
+        functools.partial(_local, call, layouts, found),
+        where,
+        layouts,
+        arrays,
+        wanted,
+        check_vma=options.check_vma or is_typed(where.manual_axes),
+        reduced=False,
+    )
+    awaited = tuple(
+        Awaited(
+            dtype=x.dtype,
+            reduce_dtype=options.reduce_dtype,
+            layout=layout,
+            manual=layouts.manual,
+            automatic=layouts.automatic,
+            spec=gradient_spec(x, layout, where),
+            mesh=options.mesh,
+            source=(options.fun, options.microbatches),
+        )
+        if w
+        else None
+        for x, layout, w in zip(arrays, layouts.leaves, wanted, strict=True)
+    )
+    axes = where.axis_names
+    form = _Form(
+        awaited=awaited,
+        aux_tree=found[-1].aux_tree,
+        aux_types=found[-1].aux_types,
+        dtypes=tuple(found[-1].dtypes),
+        axis_name=axes[0] if len(axes) == 1 else axes or None,
+        rows=1 if where.manual else where.size,
+    )
+    return out["rows"], out["grads"], form
+
+
+_traced = jax.jit(_trace, static_argnums=0)
+
+
+def _run(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any], _Form]:
+    """Runs under jit; eager calls share one cache (as `_call.run`)."""
+    out: tuple[dict[str, Any], list[Any], _Form]
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        out = jax.jit(functools.partial(_trace, call))(list(arrays))
+    else:
+        out = _traced(call, list(arrays))
+    return out
+
+
+def _assemble(
+    run: tuple[dict[str, Any], list[Any], _Form], call: Call
+) -> tuple[Unreduced, Any, list[Unreduced | None]]:
+    """Makes `Unreduced` of the rows; all share the arrays of weights and guards."""
+    rows, grads, form = run
+    shared = guard(form.rows)
+
+    def unreduced(x: jax.Array, weight: jax.Array, awaited: Awaited) -> Unreduced:
+        return Unreduced(x, weight, form.axis_name, awaited, shared)
+
+    def aux(i: int, kind: AccumulationType) -> Any:
+        if kind is AccumulationType.CONCAT:
+            return rows["concat"][i]
+        total = kind is AccumulationType.SUM
+        # Integers that are summed keep the width that they were summed in.
+        dtype = form.dtypes[i + 1] if jnp.issubdtype(form.dtypes[i + 1], jnp.inexact) else None
+        how = Awaited(dtype=dtype, total=total, mesh=call.options.mesh)
+        return unreduced(rows["aux"][i], rows["count"], how)
+
+    loss = unreduced(
+        rows["loss"], rows["weight"], Awaited(dtype=form.dtypes[0], mesh=call.options.mesh)
+    )
+    leaves = [aux(i, kind) for i, kind in enumerate(form.aux_types)]
+    return (
+        loss,
+        jax.tree.unflatten(form.aux_tree, leaves),
+        [
+            None if g is None or how is None else unreduced(g, rows["weight"], how)
+            for g, how in zip(grads, form.awaited, strict=True)
+        ],
+    )

@@ -1,0 +1,269 @@
+"""What `MultiSteps` does: a window of calls is added up, and closed by one step."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from gradaccum import _checks, _contracts
+from gradaccum._given import read
+from gradaccum._mesh import AxisName, DataMesh, vary, varying_axes
+from gradaccum._reduce import any_device, narrow
+from gradaccum._rows import find_mesh, mesh_of, settle, zero_rows, zeros
+from gradaccum._unreduced import Awaited, means
+
+API = "MultiSteps"
+
+
+class MultiStepsState(NamedTuple):
+    """The state of `gradaccum.MultiSteps`: optax's fields by optax's names, then ours.
+
+    Attributes:
+      mini_step: int32 `[]`, the calls that the open window holds.
+      gradient_step: int32 `[]`, the steps taken.
+      inner_opt_state: the state of the wrapped optimizer.
+      acc_grads: what the open window adds up to, in the structure of the parameters: `[*shape]`,
+        with `axis_name` `[n, *shape]`, one row a data device.
+      skip_state: what `should_skip_update_fn` returned last.
+      weight: what `acc_grads` is to be divided by, float32 `[]` or `[n]`: the number of calls, or
+        the sum of their `Unreduced.weight`.
+      updated: bool `[]`, whether the last call made a step.
+    """
+
+    mini_step: jax.Array
+    gradient_step: jax.Array
+    inner_opt_state: Any
+    acc_grads: Any
+    skip_state: Any
+    weight: jax.Array
+    updated: jax.Array
+
+
+def schedule_of(every_k: Any) -> Callable[[Any], Any]:
+    """Returns k as a function of the gradient step, or raises TypeError, ValueError."""
+    if callable(every_k):
+        fun: Callable[[Any], Any] = every_k
+        return fun
+    is_array = isinstance(every_k, jax.Array) and every_k.shape == ()
+    integer = (is_array and jnp.issubdtype(every_k.dtype, jnp.integer)) or (
+        isinstance(every_k, numbers.Integral) and not isinstance(every_k, bool)
+    )
+    if not integer:
+        raise TypeError(
+            f"{API}: every_k_schedule is {every_k!r}; it must be an int >= 1, or a function of the "
+            "gradient step that returns one, in calls."
+        )
+    if not isinstance(every_k, jax.core.Tracer):
+        _checks.check_steps(every_k, "0 and after")
+    return lambda gradient_step: every_k
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Window:
+    """The rule of one `MultiSteps`: its arguments, and what they do to a state."""
+
+    opt: optax.GradientTransformationExtraArgs
+    every_k: Callable[[Any], Any]
+    use_grad_mean: bool
+    should_skip: Callable[..., Any] | None
+    accumulator_dtype: Any
+    axis_name: AxisName | None
+    mesh: Mesh | AbstractMesh | None
+
+    def init(self, params: Any) -> MultiStepsState:
+        leaves: list[Any]
+        tree: Any
+        leaves, tree = jax.tree.flatten(params)
+        leaves = [jnp.asarray(x) for x in leaves]
+        dtypes = [self._accumulator_of(x.dtype) for x in leaves]
+        if self.axis_name is None:
+            acc, weight = zeros(leaves, dtypes), jnp.zeros((), jnp.float32)
+        else:
+            where = find_mesh(API, self.axis_name, self.mesh, leaves)
+            acc, weight = zero_rows(leaves, dtypes, where)
+        step = jnp.zeros((), jnp.int32)
+        skip_state: Any = ()
+        if self.should_skip is not None:
+            _, skip_state = self._skip(optax.tree.zeros_like(params), step, params)
+        inner, skip_state = jax.tree.map(_strong, (self.opt.init(params), skip_state))
+        state = MultiStepsState(
+            mini_step=jnp.zeros((), jnp.int32),
+            gradient_step=step,
+            inner_opt_state=inner,
+            acc_grads=tree.unflatten(acc),
+            skip_state=skip_state,
+            weight=weight,
+            updated=jnp.zeros((), bool),
+        )
+        self._steps(step)
+        return _own_buffers(settle(state, mesh_of(acc)), params)
+
+    def update(
+        self, updates: Any, state: MultiStepsState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, MultiStepsState]:
+        given = read(API, updates, self.axis_name, self.mesh)
+        tree: Any
+        acc, tree = jax.tree.flatten(state.acc_grads)
+        paths = [
+            jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state.acc_grads)
+        ]
+        shapes = [(x.shape, a.shape) for x, a in zip(given.sums, acc, strict=False)]
+        _checks.check_accumulators(API, given.tree, tree, dict(zip(paths, shapes, strict=False)))
+        k = self._steps(state.gradient_step)
+        added = state._replace(
+            mini_step=optax.safe_increment(state.mini_step),
+            acc_grads=tree.unflatten(
+                [a + x.astype(a.dtype) for a, x in zip(acc, given.sums, strict=True)]
+            ),
+            weight=state.weight + given.weight,
+        )
+        full = added.mini_step >= k
+        if given.where is None and self.should_skip is not None:
+            skip, skip_state = self._skip(updates, state.gradient_step, params)
+            kept = {
+                name: jax.tree.map(
+                    lambda new, old: jnp.where(skip, old, new),
+                    getattr(added, name),
+                    getattr(state, name),
+                )
+                for name in ("mini_step", "acc_grads", "weight")
+            }
+            added = added._replace(skip_state=skip_state, **kept)
+            full = full & ~skip
+        return self._close(added, full, given.awaited, given.where, params, extra_args)
+
+    def flush(
+        self, state: MultiStepsState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, MultiStepsState]:
+        acc = jax.tree.leaves(state.acc_grads)
+        where = None
+        if self.axis_name is not None:
+            where = find_mesh(f"{API}.flush", self.axis_name, self.mesh, params, acc)
+        like = acc if params is None else jax.tree.leaves(params)
+        awaited = tuple(Awaited(dtype=jnp.asarray(x).dtype) for x in like)
+        return self._close(state, state.mini_step > 0, awaited, where, params, extra_args)
+
+    def _close(
+        self,
+        state: MultiStepsState,
+        full: Any,
+        awaited: Sequence[Awaited],
+        where: DataMesh | None,
+        params: Any,
+        extra_args: dict[str, Any],
+    ) -> tuple[Any, MultiStepsState]:
+        """Makes the step and opens a new window where this one is full.
+
+        All communication is in the taken branch. Its condition depends on counters alone, which
+        are the same on all devices.
+        """
+
+        def step(grads: Any, state: MultiStepsState) -> tuple[Any, MultiStepsState]:
+            updates, inner = self.opt.update(grads, state.inner_opt_state, params, **extra_args)
+            inner = jax.tree.map(_as_before, inner, state.inner_opt_state)
+            count = optax.safe_increment(state.gradient_step)
+            done = jnp.ones((), bool)
+            return updates, state._replace(gradient_step=count, inner_opt_state=inner, updated=done)
+
+        def taken(state: MultiStepsState) -> tuple[Any, MultiStepsState]:
+            grads = self._mean(state, awaited, where)
+            opened = state._replace(
+                mini_step=jnp.zeros((), jnp.int32),
+                acc_grads=jax.tree.map(_zeros_of, state.acc_grads),
+                weight=_zeros_of(state.weight),
+                updated=jnp.zeros((), bool),
+            )
+            if where is None or self.should_skip is None:
+                return step(grads, opened)
+            skip, skip_state = self._skip(grads, state.gradient_step, params)
+            skip = any_device(skip, where)
+            opened = opened._replace(skip_state=skip_state)
+            shapes = jax.eval_shape(step, grads, opened)[0]
+            out: tuple[Any, MultiStepsState] = jax.lax.cond(
+                skip, lambda _, s: (jax.tree.map(_zeros_of, shapes), s), step, grads, opened
+            )
+            return out
+
+        shapes = jax.eval_shape(taken, state)[0]
+
+        def waiting(state: MultiStepsState) -> tuple[Any, MultiStepsState]:
+            return jax.tree.map(_zeros_of, shapes), state._replace(updated=jnp.zeros((), bool))
+
+        updates, after = jax.lax.cond(full, taken, waiting, state)
+        _contracts.check_state(after, state)
+        return updates, after
+
+    def _mean(
+        self, state: MultiStepsState, awaited: Sequence[Awaited], where: DataMesh | None
+    ) -> Any:
+        """Returns the window's gradient, whole: its one reduction, for rows."""
+        tree: Any
+        sums, tree = jax.tree.flatten(state.acc_grads)
+        weight = state.weight
+        if where is None:
+            divisor = weight if self.use_grad_mean else jnp.ones_like(weight)
+            values = [
+                (x / divisor.astype(x.dtype)).astype(a.dtype)
+                for x, a in zip(sums, awaited, strict=True)
+            ]
+            return tree.unflatten(values)
+        if not self.use_grad_mean:  # the mean, as many times as there were calls
+            weight = weight / state.mini_step.astype(weight.dtype)
+        return tree.unflatten(means(sums, [weight], [0] * len(sums), awaited, where))
+
+    def _accumulator_of(self, dtype: Any) -> Any:
+        if self.accumulator_dtype is None:
+            return jnp.promote_types(dtype, jnp.float32)
+        return narrow(dtype, self.accumulator_dtype)
+
+    def _steps(self, gradient_step: jax.Array) -> Any:
+        """Returns k, checked where it is known."""
+        k = self.every_k(gradient_step)
+        if not isinstance(k, jax.core.Tracer):
+            _checks.check_steps(k, gradient_step)
+        return k
+
+    def _skip(self, updates: Any, gradient_step: Any, params: Any) -> tuple[jax.Array, Any]:
+        assert self.should_skip is not None
+        skip, skip_state = self.should_skip(updates, gradient_step, params)
+        skip = jnp.asarray(skip)
+        _checks.check_skip(skip)
+        return skip, skip_state
+
+
+def _zeros_of(x: Any) -> jax.Array:
+    return vary(jnp.zeros_like(x), varying_axes(x))
+
+
+def _as_before(new: Any, old: Any) -> Any:
+    """Returns the new leaf of a state in the old one's dtype."""
+    new = jnp.asarray(new)
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+
+def _strong(x: Any) -> Any:
+    """Returns a leaf as an array without weak type, so that a step does not change its type."""
+    x = jnp.asarray(x)
+    weak = getattr(jax.typeof(x), "weak_type", False)
+    return jax.lax.convert_element_type(x, x.dtype) if weak else x
+
+
+def _own_buffers(state: MultiStepsState, params: Any) -> MultiStepsState:
+    """Copies arrays that the state shares with the parameters, or has twice: it can be donated."""
+    seen = {id(x) for x in jax.tree.leaves(params)}
+
+    def own(x: Any) -> Any:
+        if id(x) in seen and not isinstance(x, jax.core.Tracer):
+            x = jnp.copy(x)
+        seen.add(id(x))
+        return x
+
+    owned: MultiStepsState = jax.tree.map(own, state)
+    return owned

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import operator
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from optax.microbatching import AccumulationType
 
-from gradaccum._mesh import DataMesh, Unset, describe
+from gradaccum._mesh import Unset, describe
 
 API = "accumulate"
 
@@ -199,170 +198,4 @@ def check_differentiable(path: str, x: Any) -> None:
         raise TypeError(
             f"{API}: value_and_grad requires real or complex inputs (float or complex dtype), but "
             f"{path} is {got}. Leave it out of argnums, or split the tree."
-        )
-
-
-def check_all_unreduced(api: str, others: Mapping[str, Any]) -> None:
-    """Raises TypeError if there are leaves that are no `Unreduced`."""
-    if others:
-        listed = ", ".join(f"{path} is {_kind(x)}" for path, x in others.items())
-        raise TypeError(
-            f"{api}: {listed}; every leaf must be a gradaccum.Unreduced, as "
-            "gradaccum.unreduced_value_and_grad returns them."
-        )
-
-
-def check_untouched(api: str, touched: Sequence[str]) -> None:
-    """Raises TypeError if there are `Unreduced` values that something has computed with."""
-    if touched:
-        raise TypeError(
-            f"{api}: {', '.join(touched)}: the parts of this gradaccum.Unreduced no longer belong "
-            "together: a transformation has computed with its rows, which is not computing with "
-            "their mean. Put it after the mean: inside MultiSteps, or after all_reduce_mean."
-        )
-
-
-def check_same_axes(api: str, axes: Mapping[str, Any]) -> None:
-    """Raises ValueError if there are `Unreduced` values of different data axes."""
-    if len(set(axes.values())) > 1:
-        listed = ", ".join(f"{path} over {a!r}" for path, a in axes.items())
-        raise ValueError(
-            f"{api}: values of different data axes: {listed}. Give the same axis_name wherever "
-            "they are made."
-        )
-
-
-def check_rows(api: str, rows: set[int], where: DataMesh) -> None:
-    """Raises ValueError unless there is one row a data device (one, where they are manual)."""
-    needed = 1 if where.manual else where.size
-    if rows != {needed}:
-        got = ", ".join(map(str, sorted(rows)))
-        axes = describe((a, n) for a, n in where.sizes if a in where.axis_names)
-        place = (
-            "inside a shard_map over the data axes each device has 1"
-            if where.manual
-            else (f"the data axes {axes} need {needed}")
-        )
-        raise ValueError(
-            f"{api}: an Unreduced of {got} rows; {place}. Take the mean on the mesh that it was "
-            "made on."
-        )
-
-
-def check_addends(tree: Any, other: Any, left: Sequence[Any], right: Sequence[Any]) -> None:
-    """Raises ValueError unless two trees have the same structure and shapes."""
-    if tree != other:
-        raise ValueError(f"add: the trees differ in structure or options: {tree} and {other}.")
-    shapes = [
-        f"{tuple(a.shape)} and {tuple(b.shape)}"
-        for a, b in zip(left, right, strict=True)
-        if a.shape != b.shape
-    ]
-    if shapes:
-        raise ValueError(
-            f"add: rows of different shapes: {', '.join(shapes)}; required: the same, one row a "
-            "data device."
-        )
-
-
-def _kind(x: Any) -> str:
-    shape = getattr(x, "shape", None)
-    return f"a {type(x).__name__}" if shape is None else f"an array {x.dtype}{list(shape)}"
-
-
-def check_no_batch_gradient(paths: Sequence[str]) -> None:
-    """Raises ValueError if gradients of batch leaves are to be left unreduced."""
-    if paths:
-        raise ValueError(
-            f"unreduced_value_and_grad: argnums asks for the gradient of {', '.join(paths)}, which "
-            "batch_argnums splits: it belongs to one device, and has no mean to await. Take it "
-            "from the loss that gradaccum.accumulate decorates."
-        )
-
-
-def check_no_rows(api: str, paths: Sequence[str]) -> None:
-    """Raises TypeError if there are `Unreduced` gradients where no data axis is named."""
-    if paths:
-        raise TypeError(
-            f"{api}: {', '.join(paths)}: an Unreduced gradient, but axis_name was not given. Give "
-            "the data axes, as to unreduced_value_and_grad: MultiSteps(..., axis_name=...)."
-        )
-
-
-def check_manual(api: str, where: DataMesh, paths: Sequence[str]) -> None:
-    """Raises TypeError for plain gradients where the data axes are not manual."""
-    if not where.manual:
-        axes = ", ".join(map(repr, where.axis_names)) or "no axis"
-        raise TypeError(
-            f"{api}: {', '.join(paths)}: a plain gradient, but axis_name was given and {axes} is "
-            "not manual here. Outside a shard_map over the data axes give what "
-            "gradaccum.unreduced_value_and_grad returns; or leave axis_name out for gradients "
-            "that are averaged already."
-        )
-
-
-def check_unsummed(api: str, paths: Sequence[str], where: DataMesh) -> None:
-    """Raises TypeError for gradients that are the same on all data devices by their type."""
-    if paths:
-        axes = where.axis_names if len(where.axis_names) > 1 else repr(where.axis_names[0])
-        raise TypeError(
-            f"{api}: {', '.join(paths)}: not this device's gradient: under check_vma=True JAX has "
-            f"summed it over {axes} already, once a call, as the parameters do not vary over it. "
-            f"Differentiate with respect to jax.lax.pcast(params, {axes}, to='varying'), or use "
-            "gradaccum.unreduced_value_and_grad."
-        )
-
-
-def check_one_source(api: str, sources: set[Any]) -> None:
-    """Raises ValueError for gradients of several losses, whose weights may differ."""
-    if len(sources) > 1:
-        raise ValueError(
-            f"{api}: gradients of {len(sources)} different losses in one tree, each with weights "
-            "of its own. Give each a MultiSteps of its own, e.g. by optax.multi_transform."
-        )
-
-
-def check_accumulators(api: str, tree: Any, wanted: Any, got: Mapping[str, Any]) -> None:
-    """Raises ValueError unless gradients have the structure and shapes of the accumulators.
-
-    Args:
-      api: what raises.
-      tree: the structure of the gradients.
-      wanted: that of the accumulators.
-      got: by path, the shapes of each gradient and its accumulator.
-    """
-    if tree != wanted:
-        raise ValueError(
-            f"{api}: the gradients have the structure {tree}, the parameters given to init had "
-            f"{wanted}. Give gradients of the same parameters."
-        )
-    bad = [f"{p} has {tuple(g)}, its accumulator {tuple(a)}" for p, (g, a) in got.items() if g != a]
-    if bad:
-        raise ValueError(
-            f"{api}: shapes differ (with axis_name the first size is the rows, one a data device): "
-            f"{'; '.join(bad)}. Give gradients of the parameters given to init; for another number "
-            "of devices move the state with resize(state, mesh)."
-        )
-
-
-def check_steps(value: Any, gradient_step: Any) -> None:
-    """Raises ValueError unless a k that is known is a whole number >= 1."""
-    if not 1 <= value < math.inf or value != int(value):
-        at = (
-            ""
-            if isinstance(gradient_step, jax.core.Tracer)
-            else f" at gradient step {gradient_step}"
-        )
-        raise ValueError(
-            f"MultiSteps: every_k_schedule gives k = {value}{at}; it must be a whole number >= 1, "
-            "in calls."
-        )
-
-
-def check_skip(value: Any) -> None:
-    """Raises ValueError unless `should_skip_update_fn` returned a boolean scalar."""
-    if value.dtype != jnp.bool_ or value.shape != ():
-        raise ValueError(
-            f"MultiSteps: should_skip_update_fn returned {value.dtype}{list(value.shape)}; it must "
-            "return a boolean scalar array, and a tree to keep as skip_state."
         )

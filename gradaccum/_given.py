@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradaccum import _checks
+from gradaccum import _unreduced_checks
+from gradaccum._means import Awaited
 from gradaccum._mesh import AxisName, DataMesh, axis_tuple, data_mesh, is_typed, vary, varying_axes
-from gradaccum._unreduced import Awaited, Unreduced, is_unreduced, where_of
+from gradaccum._unreduced import Unreduced, is_unreduced, where_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,29 +44,31 @@ def read(api: str, grads: Any, axis_name: AxisName | None, mesh: Any) -> Gradien
     leaves = {jax.tree_util.keystr(path) or "the gradient": x for path, x in keyed}
     rows = {p: x for p, x in leaves.items() if is_unreduced(x)}
     if axis_name is None:
-        _checks.check_no_rows(api, list(rows))
+        _unreduced_checks.check_no_rows(api, list(rows))
         arrays = [jnp.asarray(x) for x in leaves.values()]
         awaited = tuple(Awaited(dtype=x.dtype) for x in arrays)
         return Gradients(arrays, tree, jnp.ones((), jnp.float32), awaited, None)
     if rows:
-        _checks.check_all_unreduced(api, {p: x for p, x in leaves.items() if p not in rows})
+        _unreduced_checks.check_all_unreduced(
+            api, {p: x for p, x in leaves.items() if p not in rows}
+        )
         return _read_rows(api, rows, tree, axis_name, mesh)
     where = data_mesh(api, axis_name, mesh)
     if leaves:
-        _checks.check_manual(api, where, list(leaves))
+        _unreduced_checks.check_manual(api, where, list(leaves))
     return _read_local(api, {p: jnp.asarray(x) for p, x in leaves.items()}, tree, where)
 
 
 def _read_rows(
     api: str, leaves: dict[str, Unreduced], tree: Any, axis_name: AxisName, mesh: Any
 ) -> Gradients:
-    _checks.check_untouched(api, [p for p, x in leaves.items() if not x.is_whole()])
+    _unreduced_checks.check_untouched(api, [p for p, x in leaves.items() if not x.is_whole()])
     wanted = axis_tuple(axis_name)
     axes = {p: x.axis_name for p, x in leaves.items() if axis_tuple(x.axis_name) != wanted}
     some = list(leaves.values())
     if set(axes.values()) != {None}:  # None: made on one device, without a mesh
-        _checks.check_same_axes(api, {"MultiSteps": axis_name, **axes} if axes else {})
-    _checks.check_one_source(api, {x.awaited.source for x in some})
+        _unreduced_checks.check_same_axes(api, {"MultiSteps": axis_name, **axes} if axes else {})
+    _unreduced_checks.check_one_source(api, {x.awaited.source for x in some})
     given = some[0].awaited.mesh
     where = where_of(api, some, axis_name, mesh if given is None else given)
     awaited = tuple(x.awaited for x in some)
@@ -77,7 +80,7 @@ def _read_local(api: str, leaves: dict[str, jax.Array], tree: Any, where: DataMe
     axes = where.axis_names
     if is_typed(axes):
         lacking = {p: varying_axes(x) for p, x in leaves.items()}
-        _checks.check_unsummed(
+        _unreduced_checks.check_unsummed(
             api, [p for p, v in lacking.items() if not v.issuperset(axes)], where
         )
     weight = vary(jnp.ones((1,), jnp.float32), axes if is_typed(axes) else ())

@@ -13,9 +13,9 @@ from jax.typing import DTypeLike
 
 from gradaccum import _checks
 from gradaccum._given import read
+from gradaccum._means import means
 from gradaccum._mesh import AxisName, check_axes
 from gradaccum._rows import resize
-from gradaccum._unreduced import means
 from gradaccum._window import API, MultiStepsState, Window, schedule_of
 
 

@@ -10,41 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from gradaccum import _checks, _reduce
-from gradaccum._layout import Layout, Layouts
+from gradaccum import _unreduced_checks
+from gradaccum._means import Awaited, means
 from gradaccum._mesh import AxisName, DataMesh, data_mesh
-from gradaccum._shard import data_region, explicit_as_auto, row_spec
-from gradaccum._specs import spec_of
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Awaited:
-    """How the mean of an `Unreduced` is taken, and how it lies: known where the value was made.
-
-    Attributes:
-      dtype: of the mean; None: of the sum.
-      total: it is the sum over devices and calls instead, weights aside.
-      reduce_dtype: on the wire; None: the sum's.
-      layout: how the mean lies on the manual axes.
-      manual: the model axes that are manual in the reduction.
-      automatic: the other model axes.
-      spec: how the mean lies on Explicit axes.
-      mesh: the mesh that was given; None: the context's.
-      source: what the weight belongs to: equal sources of one call have the same weight.
-    """
-
-    dtype: Any = None
-    total: bool = False
-    reduce_dtype: Any = None
-    layout: Layout = Layout()  # noqa: RUF009 (immutable)
-    manual: tuple[str, ...] = ()
-    automatic: tuple[str, ...] = ()
-    spec: PartitionSpec = PartitionSpec()  # noqa: RUF009 (immutable)
-    mesh: Mesh | AbstractMesh | None = None
-    source: Any = None
+from gradaccum._shard import explicit_as_auto
 
 
 def guard(rows: int) -> Any:
@@ -92,7 +62,7 @@ class Unreduced:
     sum: jax.Array
     weight: jax.Array
     axis_name: AxisName | None
-    awaited: Awaited = Awaited()
+    awaited: Awaited = Awaited()  # noqa: RUF009 (immutable)
     guard: Any = None
 
     def __post_init__(self) -> None:
@@ -125,9 +95,11 @@ def flatten(api: str, tree: Any) -> tuple[list[Unreduced], Any]:
     """Flattens a tree of nothing but `Unreduced`, untouched and of the same axes, or raises."""
     keyed, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_unreduced)
     leaves = {jax.tree_util.keystr(path) or "the tree": x for path, x in keyed}
-    _checks.check_all_unreduced(api, {p: x for p, x in leaves.items() if not is_unreduced(x)})
-    _checks.check_untouched(api, [p for p, x in leaves.items() if not x.is_whole()])
-    _checks.check_same_axes(api, {p: x.axis_name for p, x in leaves.items()})
+    _unreduced_checks.check_all_unreduced(
+        api, {p: x for p, x in leaves.items() if not is_unreduced(x)}
+    )
+    _unreduced_checks.check_untouched(api, [p for p, x in leaves.items() if not x.is_whole()])
+    _unreduced_checks.check_same_axes(api, {p: x.axis_name for p, x in leaves.items()})
     return list(leaves.values()), treedef
 
 
@@ -209,8 +181,8 @@ def add(a: Any, b: Any) -> Any:
       2.0
     """
     (left, tree), (right, other) = flatten("add", a), flatten("add", b)
-    _checks.check_addends(tree, other, [x.sum for x in left], [x.sum for x in right])
-    _checks.check_same_axes(
+    _unreduced_checks.check_addends(tree, other, [x.sum for x in left], [x.sum for x in right])
+    _unreduced_checks.check_same_axes(
         "add", {"a": left[0].axis_name, "b": right[0].axis_name} if left else {}
     )
     sums: dict[tuple[int, int], jax.Array] = {}  # weights that are shared stay so
@@ -227,7 +199,7 @@ def where_of(api: str, leaves: Sequence[Unreduced], axis_name: Any, mesh: Any) -
     """Finds the mesh and the data axes of some leaves; their rows must be as many."""
     where = data_mesh(api, axis_name, mesh)
     where = explicit_as_auto(where, [x.sum for x in leaves])
-    _checks.check_rows(api, {x.sum.shape[0] for x in leaves}, where)
+    _unreduced_checks.check_rows(api, {x.sum.shape[0] for x in leaves}, where)
     return where
 
 
@@ -236,71 +208,3 @@ def shared_weights(leaves: Sequence[Unreduced]) -> tuple[list[jax.Array], list[i
     by_id = {id(x.weight): x.weight for x in leaves}
     places = {key: i for i, key in enumerate(by_id)}
     return list(by_id.values()), [places[id(x.weight)] for x in leaves]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Reduction:
-    """All of a reduction but its arrays: hashable, a program's cache key."""
-
-    where: DataMesh
-    which: tuple[int, ...]
-    awaited: tuple[Awaited, ...]
-
-    def __call__(self, sums: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
-        where, awaited = self.where, self.awaited
-        manual = tuple(dict.fromkeys(a for x in awaited for a in x.manual))
-        layouts = Layouts(
-            tuple(x.layout for x in awaited),
-            manual,
-            tuple(dict.fromkeys(a for x in awaited for a in x.automatic)),
-        )
-
-        def local(sums: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
-            return _reduce.mean_of_rows(
-                [x[0] for x in sums],
-                [w[0] for w in weights],
-                [None if a.total else i for i, a in zip(self.which, awaited, strict=True)],
-                where,
-                layouts,
-                [a.reduce_dtype for a in awaited],
-            )
-
-        if where.axis_names and not where.manual:
-            rows = [spec_of(x.layout.grad_dims) for x in awaited]
-            local = data_region(
-                local,
-                where,
-                manual,
-                in_specs=([row_spec(where, s) for s in rows], PartitionSpec(where.axis_names)),
-                out_specs=rows,
-                out_types=[x.spec for x in awaited],
-            )
-        values = local(sums, weights)
-        return [v.astype(v.dtype if a.dtype is None else a.dtype)
-                for v, a in zip(values, awaited, strict=True)]  # fmt: skip
-
-
-_reduced = jax.jit(lambda reduction, *arrays: reduction(*arrays), static_argnums=0)
-
-
-def means(
-    sums: Sequence[jax.Array],
-    weights: Sequence[jax.Array],
-    which: Sequence[int],
-    awaited: Sequence[Awaited],
-    where: DataMesh,
-) -> list[jax.Array]:
-    """Reduces rows to their means: the one communication.
-
-    Args:
-      sums: `[n, *shape]` each.
-      weights: float32 `[n]` each.
-      which: the weight of each sum.
-      awaited: how each mean is taken.
-      where: the data axes.
-    """
-    reduction = _Reduction(where, tuple(which), tuple(awaited))
-    if any(isinstance(x, jax.core.Tracer) for x in (*sums, *weights)):
-        return reduction(list(sums), list(weights))
-    result: list[jax.Array] = _reduced(reduction, list(sums), list(weights))
-    return result

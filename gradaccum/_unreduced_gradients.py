@@ -11,16 +11,17 @@ import jax
 import jax.numpy as jnp
 from optax.microbatching import AccumulationType
 
-from gradaccum import _call, _checks
+from gradaccum import _call, _unreduced_checks
 from gradaccum._accumulate import accumulate
 from gradaccum._arguments import Role
 from gradaccum._decorated import Accumulated
 from gradaccum._layout import Layouts, gradient_spec
+from gradaccum._means import Awaited
 from gradaccum._mesh import is_typed, vary
 from gradaccum._microbatch import merge
 from gradaccum._options import Call
 from gradaccum._shard import shard_over_data
-from gradaccum._unreduced import Awaited, Unreduced, guard
+from gradaccum._unreduced import Unreduced, guard
 
 
 def unreduced_value_and_grad(
@@ -88,7 +89,7 @@ def unreduced_value_and_grad(
         wanted = call.differentiated or ()
         leaf = zip(call.form.paths(call.options.fun), call.form.roles, wanted, strict=True)
         batch = [path for path, role, w in leaf if w and role is Role.BATCH]
-        _checks.check_no_batch_gradient(batch)
+        _unreduced_checks.check_no_batch_gradient(batch)
         loss, aux, grads = _assemble(_run(call, arrays), call)
         return ((loss, aux) if call.options.has_aux else loss), pick(grads)
 

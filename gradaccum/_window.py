@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from gradaccum import _checks, _contracts
+from gradaccum import _contracts, _unreduced_checks
 from gradaccum._given import read
+from gradaccum._means import Awaited, means
 from gradaccum._mesh import AxisName, DataMesh, vary, varying_axes
 from gradaccum._reduce import any_device, narrow
 from gradaccum._rows import find_mesh, mesh_of, settle, zero_rows, zeros
-from gradaccum._unreduced import Awaited, means
 
 API = "MultiSteps"
 
@@ -61,7 +61,7 @@ def schedule_of(every_k: Any) -> Callable[[Any], Any]:
             "gradient step that returns one, in calls."
         )
     if not isinstance(every_k, jax.core.Tracer):
-        _checks.check_steps(every_k, "0 and after")
+        _unreduced_checks.check_steps(every_k, "0 and after")
     return lambda gradient_step: every_k
 
 
@@ -115,7 +115,9 @@ class Window:
             jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state.acc_grads)
         ]
         shapes = [(x.shape, a.shape) for x, a in zip(given.sums, acc, strict=False)]
-        _checks.check_accumulators(API, given.tree, tree, dict(zip(paths, shapes, strict=False)))
+        _unreduced_checks.check_accumulators(
+            API, given.tree, tree, dict(zip(paths, shapes, strict=False))
+        )
         k = self._steps(state.gradient_step)
         added = state._replace(
             mini_step=optax.safe_increment(state.mini_step),
@@ -227,14 +229,14 @@ class Window:
         """Returns k, checked where it is known."""
         k = self.every_k(gradient_step)
         if not isinstance(k, jax.core.Tracer):
-            _checks.check_steps(k, gradient_step)
+            _unreduced_checks.check_steps(k, gradient_step)
         return k
 
     def _skip(self, updates: Any, gradient_step: Any, params: Any) -> tuple[jax.Array, Any]:
         assert self.should_skip is not None
         skip, skip_state = self.should_skip(updates, gradient_step, params)
         skip = jnp.asarray(skip)
-        _checks.check_skip(skip)
+        _unreduced_checks.check_skip(skip)
         return skip, skip_state
 
 

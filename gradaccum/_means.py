@@ -1,0 +1,112 @@
+"""The one mean of rows: how it is taken, and the program that takes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from gradaccum import _reduce
+from gradaccum._layout import Layout, Layouts
+from gradaccum._mesh import DataMesh
+from gradaccum._shard import data_region, row_spec
+from gradaccum._specs import spec_of
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Awaited:
+    """How the mean of an `Unreduced` is taken, and how it lies: known where the value was made.
+
+    Attributes:
+      dtype: of the mean; None: of the sum.
+      total: it is the sum over devices and calls instead, weights aside.
+      reduce_dtype: on the wire; None: the sum's.
+      layout: how the mean lies on the manual axes.
+      manual: the model axes that are manual in the reduction.
+      automatic: the other model axes.
+      spec: how the mean lies on Explicit axes.
+      mesh: the mesh that was given; None: the context's.
+      source: what the weight belongs to: equal sources of one call have the same weight.
+    """
+
+    dtype: Any = None
+    total: bool = False
+    reduce_dtype: Any = None
+    layout: Layout = Layout()  # noqa: RUF009 (immutable)
+    manual: tuple[str, ...] = ()
+    automatic: tuple[str, ...] = ()
+    spec: PartitionSpec = PartitionSpec()  # noqa: RUF009 (immutable)
+    mesh: Mesh | AbstractMesh | None = None
+    source: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reduction:
+    """All of a reduction but its arrays: hashable, a program's cache key."""
+
+    where: DataMesh
+    which: tuple[int, ...]
+    awaited: tuple[Awaited, ...]
+
+    def __call__(self, sums: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
+        where, awaited = self.where, self.awaited
+        manual = tuple(dict.fromkeys(a for x in awaited for a in x.manual))
+        layouts = Layouts(
+            tuple(x.layout for x in awaited),
+            manual,
+            tuple(dict.fromkeys(a for x in awaited for a in x.automatic)),
+        )
+
+        def local(sums: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
+            return _reduce.mean_of_rows(
+                [x[0] for x in sums],
+                [w[0] for w in weights],
+                [None if a.total else i for i, a in zip(self.which, awaited, strict=True)],
+                where,
+                layouts,
+                [a.reduce_dtype for a in awaited],
+            )
+
+        if where.axis_names and not where.manual:
+            rows = [spec_of(x.layout.grad_dims) for x in awaited]
+            local = data_region(
+                local,
+                where,
+                manual,
+                in_specs=([row_spec(where, s) for s in rows], PartitionSpec(where.axis_names)),
+                out_specs=rows,
+                out_types=[x.spec for x in awaited],
+            )
+        values = local(sums, weights)
+        return [v.astype(v.dtype if a.dtype is None else a.dtype)
+                for v, a in zip(values, awaited, strict=True)]  # fmt: skip
+
+
+_reduced = jax.jit(lambda reduction, *arrays: reduction(*arrays), static_argnums=0)
+
+
+def means(
+    sums: Sequence[jax.Array],
+    weights: Sequence[jax.Array],
+    which: Sequence[int],
+    awaited: Sequence[Awaited],
+    where: DataMesh,
+) -> list[jax.Array]:
+    """Reduces rows to their means: the one communication.
+
+    Args:
+      sums: `[n, *shape]` each.
+      weights: float32 `[n]` each.
+      which: the weight of each sum.
+      awaited: how each mean is taken.
+      where: the data axes.
+    """
+    reduction = _Reduction(where, tuple(which), tuple(awaited))
+    if any(isinstance(x, jax.core.Tracer) for x in (*sums, *weights)):
+        return reduction(list(sums), list(weights))
+    result: list[jax.Array] = _reduced(reduction, list(sums), list(weights))
+    return result

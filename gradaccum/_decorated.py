@@ -33,7 +33,7 @@ class Accumulated:
         return f"<gradaccum.accumulate({name}, microbatches={self._options.microbatches})>"
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else _Method(self, instance)
+        return self if instance is None else Method(self, instance)
 
     def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Call, list[Any]]:
         options = self._options
@@ -110,7 +110,7 @@ class Accumulated:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Method:
+class Method:
     """A decorated method of an instance, which is the function's argument 0."""
 
     function: Accumulated
@@ -121,11 +121,20 @@ class _Method:
 
     def value_and_grad(self, argnums: int | Sequence[int] = 0) -> Callable[..., Any]:
         """As `Accumulated.value_and_grad`; positions are those of the method's own arguments."""
-        one = isinstance(argnums, int)
-        nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        shifted = tuple(i + 1 if i >= 0 else i for i in nums)
-        fun = self.function.value_and_grad(shifted[0] if one else shifted)
-        return functools.partial(fun, self.instance)
+        return functools.partial(self.function.value_and_grad(_shifted(argnums)), self.instance)
+
+    def prepare_gradients(
+        self, argnums: int | Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Call, list[Any], Callable[[Sequence[Any]], Any]]:
+        """As `Accumulated.prepare_gradients`."""
+        return self.function.prepare_gradients(_shifted(argnums), (self.instance, *args), kwargs)
+
+
+def _shifted(argnums: int | Sequence[int]) -> int | tuple[int, ...]:
+    """Returns positions among a method's own arguments as those of its function."""
+    if isinstance(argnums, int):
+        return argnums + 1 if argnums >= 0 else argnums
+    return tuple(i + 1 if i >= 0 else i for i in argnums)
 
 
 def _as_arrays(tree: Any) -> Any:

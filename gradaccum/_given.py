@@ -21,7 +21,7 @@ class Gradients:
     Attributes:
       sums: one for each leaf: gradients, or rows of them `[n, *shape]`.
       tree: their structure.
-      weight: what they count: float32 `[]`, or `[n]` of rows.
+      weight: what they count: float32 `[]`, or `[n, leaves]` of rows.
       awaited: how the mean of each is taken, and its dtype.
       where: the data axes of rows; None: gradients that are whole.
     """
@@ -68,11 +68,14 @@ def _read_rows(
     some = list(leaves.values())
     if set(axes.values()) != {None}:  # None: made on one device, without a mesh
         _unreduced_checks.check_same_axes(api, {"MultiSteps": axis_name, **axes} if axes else {})
-    _unreduced_checks.check_one_source(api, {x.awaited.source for x in some})
-    given = some[0].awaited.mesh
-    where = where_of(api, some, axis_name, mesh if given is None else given)
+    where = where_of(api, some, axis_name, mesh)
+    weights = [x.weight for x in some]
+    if all(w is weights[0] for w in weights):  # as one call makes them
+        weight = jnp.broadcast_to(weights[0][:, None], (weights[0].shape[0], len(some)))
+    else:
+        weight = jnp.stack(weights, 1)
     awaited = tuple(x.awaited for x in some)
-    return Gradients([x.sum for x in some], tree, some[0].weight, awaited, where)
+    return Gradients([x.sum for x in some], tree, weight, awaited, where)
 
 
 def _read_local(api: str, leaves: dict[str, jax.Array], tree: Any, where: DataMesh) -> Gradients:
@@ -83,7 +86,7 @@ def _read_local(api: str, leaves: dict[str, jax.Array], tree: Any, where: DataMe
         _unreduced_checks.check_unsummed(
             api, [p for p, v in lacking.items() if not v.issuperset(axes)], where
         )
-    weight = vary(jnp.ones((1,), jnp.float32), axes if is_typed(axes) else ())
+    weight = vary(jnp.ones((1, len(leaves)), jnp.float32), axes if is_typed(axes) else ())
     return Gradients(
         [x[None] for x in leaves.values()],
         tree,

@@ -28,9 +28,8 @@ class Awaited:
       layout: how the mean lies on the manual axes.
       manual: the model axes that are manual in the reduction.
       automatic: the other model axes.
-      spec: how the mean lies on Explicit axes.
+      spec: how the mean lies on Explicit axes; None: as the sum's own type says.
       mesh: the mesh that was given; None: the context's.
-      source: what the weight belongs to: equal sources of one call have the same weight.
     """
 
     dtype: Any = None
@@ -39,9 +38,8 @@ class Awaited:
     layout: Layout = Layout()  # noqa: RUF009 (immutable)
     manual: tuple[str, ...] = ()
     automatic: tuple[str, ...] = ()
-    spec: PartitionSpec = PartitionSpec()  # noqa: RUF009 (immutable)
+    spec: PartitionSpec | None = None
     mesh: Mesh | AbstractMesh | None = None
-    source: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +50,7 @@ class _Reduction:
     which: tuple[int, ...]
     awaited: tuple[Awaited, ...]
 
-    def __call__(self, sums: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
+    def __call__(self, sums: list[jax.Array], weights: jax.Array) -> list[jax.Array]:
         where, awaited = self.where, self.awaited
         manual = tuple(dict.fromkeys(a for x in awaited for a in x.manual))
         layouts = Layouts(
@@ -61,10 +59,10 @@ class _Reduction:
             tuple(dict.fromkeys(a for x in awaited for a in x.automatic)),
         )
 
-        def local(sums: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
+        def local(sums: list[jax.Array], weights: jax.Array) -> list[jax.Array]:
             return _reduce.mean_of_rows(
                 [x[0] for x in sums],
-                [w[0] for w in weights],
+                weights[0],
                 [None if a.total else i for i, a in zip(self.which, awaited, strict=True)],
                 where,
                 layouts,
@@ -79,11 +77,21 @@ class _Reduction:
                 manual,
                 in_specs=([row_spec(where, s) for s in rows], PartitionSpec(where.axis_names)),
                 out_specs=rows,
-                out_types=[x.spec for x in awaited],
+                out_types=[self._type(x, a) for x, a in zip(sums, awaited, strict=True)],
             )
         values = local(sums, weights)
-        return [v.astype(v.dtype if a.dtype is None else a.dtype)
-                for v, a in zip(values, awaited, strict=True)]  # fmt: skip
+        dtypes = [
+            x.dtype if a.dtype is None else a.dtype for x, a in zip(sums, awaited, strict=True)
+        ]
+        return [v.astype(dtype) for v, dtype in zip(values, dtypes, strict=True)]
+
+    def _type(self, x: jax.Array, awaited: Awaited) -> PartitionSpec:
+        """Returns how the mean of the rows `x` lies on Explicit axes."""
+        if awaited.spec is not None:
+            return awaited.spec
+        return PartitionSpec(
+            *row_spec(self.where, PartitionSpec(*jax.typeof(x).sharding.spec[1:]))[1:]
+        )
 
 
 _reduced = jax.jit(lambda reduction, *arrays: reduction(*arrays), static_argnums=0)
@@ -91,7 +99,7 @@ _reduced = jax.jit(lambda reduction, *arrays: reduction(*arrays), static_argnums
 
 def means(
     sums: Sequence[jax.Array],
-    weights: Sequence[jax.Array],
+    weights: jax.Array,
     which: Sequence[int],
     awaited: Sequence[Awaited],
     where: DataMesh,
@@ -100,13 +108,13 @@ def means(
 
     Args:
       sums: `[n, *shape]` each.
-      weights: float32 `[n]` each.
-      which: the weight of each sum.
+      weights: float32 `[n, u]`, the different ones.
+      which: the place of each sum's weight, < u.
       awaited: how each mean is taken.
       where: the data axes.
     """
     reduction = _Reduction(where, tuple(which), tuple(awaited))
-    if any(isinstance(x, jax.core.Tracer) for x in (*sums, *weights)):
-        return reduction(list(sums), list(weights))
-    result: list[jax.Array] = _reduced(reduction, list(sums), list(weights))
+    if any(isinstance(x, jax.core.Tracer) for x in (*sums, weights)):
+        return reduction(list(sums), weights)
+    result: list[jax.Array] = _reduced(reduction, list(sums), weights)
     return result

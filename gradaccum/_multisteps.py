@@ -53,9 +53,10 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
       state stays bitwise as it was, `mini_step` is 0.
 
     Clip, scale and check for NaN in the inner optimizer, where they see the mean; a transformation
-    before this one meets an `Unreduced` and raises a TypeError. Extra arguments (`value=`) are
-    those of the call that updates. Update an average of parameters only where `has_updated` is
-    true.
+    before this one meets an `Unreduced` and raises. With ZeRO (`grad_specs`) gather the updates
+    inside too, last in a chain; after this one they would be gathered in every call. Extra
+    arguments (`value=`) are those of the call that updates. Update an average of parameters only
+    where `has_updated` is true.
 
     Args:
       opt: the inner optimizer.
@@ -76,7 +77,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
         transformation has computed with.
 
     Cost:
-      Collectives: none in k - 1 of k calls; in the k-th each gradient byte once, and the weight.
+      Collectives: none in k - 1 of k calls; in the k-th each gradient byte once, 4 more a leaf.
       Memory: one accumulator a device; all of the state may be donated, and is then updated in
       place (on CPUs the call that updates makes copies). `init` lays accumulators out as their
       parameters. Each call writes a tree of zeros or updates.
@@ -240,7 +241,7 @@ def all_reduce_mean(
       ValueError: no mesh, or another number of devices on it.
 
     Cost:
-      One all-reduce a call, of each gradient byte once, and the weight.
+      One all-reduce a call, of each gradient byte once, and 4 bytes a leaf.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, gradaccum
@@ -263,8 +264,8 @@ def all_reduce_mean(
         given = read(api, updates, axes, mesh)
         if given.where is None or not given.sums:
             return updates, state
-        which = [0] * len(given.sums)
-        grads = means(given.sums, [given.weight], which, given.awaited, given.where)
+        which = range(len(given.sums))
+        grads = means(given.sums, given.weight, which, given.awaited, given.where)
         return given.tree.unflatten(grads), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

@@ -25,7 +25,7 @@ class Sums(NamedTuple):
     """
 
     loss: Any  # []: sum of w * loss; None beside rows
-    weight: Any  # []: sum of w, where there are weights; of rows, one for each different weight
+    weight: Any  # []: sum of w, where there are weights; of rows [u], the different ones
     aux: list[Any]  # per aux leaf: the sum of w * aux (MEAN) or of aux (SUM)
     grads: list[Any]  # per array leaf, broadcast ones: the sum of scale * w * gradient
 
@@ -195,7 +195,7 @@ def reduce_sum(
 
 def mean_of_rows(
     rows: Sequence[jax.Array],
-    weights: Sequence[jax.Array],
+    weights: jax.Array,
     which: Sequence[int | None],
     where: DataMesh,
     layouts: Layouts,
@@ -205,19 +205,23 @@ def mean_of_rows(
 
     Args:
       rows: this device's sums.
-      weights: what they add up to, float32 `[]` each.
-      which: the weight of each row; None: no mean but the sum.
+      weights: what they add up to, float32 `[u]`.
+      which: the place of each row's weight; None: no mean but the sum.
       where: the data axes.
       layouts: how each mean is to lie.
       reduce_dtypes: each row's dtype on the wire, or None.
     """
-    own = Sums(None, list(weights), [], list(rows))
+    own = Sums(None, weights, [], list(rows))
     total = reduce_sum(own, where, layouts, reduce_dtypes)
-    divisors = [jnp.where(w == 0, 1, w) for w in total.weight]
-    return [
-        g if i is None else g / divisors[i].astype(g.dtype)
-        for i, g in zip(which, total.grads, strict=True)
-    ]
+    divisors = jnp.where(total.weight == 0, 1, total.weight)
+
+    def mean(g: jax.Array, i: int | None) -> jax.Array:
+        if i is None:
+            return g
+        wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))  # a weight may overflow float16
+        return wide / divisors[i].astype(wide.dtype)
+
+    return [mean(g, i) for g, i in zip(total.grads, which, strict=True)]
 
 
 def any_device(flag: jax.Array, where: DataMesh) -> jax.Array:

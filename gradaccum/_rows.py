@@ -73,7 +73,7 @@ def zeros(leaves: Sequence[jax.Array], dtypes: Sequence[Any]) -> list[jax.Array]
 def zero_rows(
     leaves: Sequence[jax.Array], dtypes: Sequence[Any], where: DataMesh
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Returns zero rows `[n, *shape]`, laid out as the leaves otherwise, and a weight `[n]`."""
+    """Returns zero rows `[n, *shape]`, laid out as the leaves otherwise; weights `[n, leaves]`."""
     where = explicit_as_auto(where, leaves)
     if any(isinstance(x, jax.core.Tracer) for x in leaves) or where.manual:
         return _zero_rows(where, tuple(dtypes), list(leaves))
@@ -88,7 +88,7 @@ def _zero_rows(
 
     def local(leaves: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         rows = [_zero(x, d)[None] for x, d in zip(leaves, dtypes, strict=True)]
-        return [vary(x, typed) for x in rows], vary(jnp.zeros((1,), jnp.float32), typed)
+        return [vary(x, typed) for x in rows], vary(jnp.zeros((1, len(leaves)), jnp.float32), typed)
 
     if not where.axis_names or where.manual:
         return local(leaves)

@@ -13,7 +13,8 @@ import numpy as np
 
 from gradaccum import _unreduced_checks
 from gradaccum._means import Awaited, means
-from gradaccum._mesh import AxisName, DataMesh, data_mesh
+from gradaccum._mesh import AxisName, DataMesh, axis_tuple
+from gradaccum._rows import find_mesh
 from gradaccum._shard import explicit_as_auto
 
 
@@ -35,19 +36,18 @@ class Unreduced:
 
     One stands for each leaf of the gradients, so that `optax.masked` and `optax.multi_transform`
     can select (by trees of masks and labels; functions would see inside it). It goes to
-    `gradaccum.MultiSteps`, `gradaccum.all_reduce_mean`, `gradaccum.mean` or `gradaccum.add`;
-    anything else that computes with it raises a TypeError: clipping or scaling the rows is not
-    clipping or scaling the mean. It holds no mean and no communication has happened.
+    `gradaccum.MultiSteps`, `gradaccum.all_reduce_mean`, `gradaccum.mean` or `gradaccum.add`. Other
+    transformations, which would clip or scale rows and weights instead of the mean, raise: JAX's
+    TypeError (it speaks of float0) or optax's error of a structure that it does not know.
 
     Attributes:
       sum: `[n, *shape]`, row i on the i-th data device: its sum of weight times value. Inside a
         `jax.shard_map` over the data axes `[1, *shape]`, this device's row.
-      weight: float32 `[n]`, what the rows add up to: microbatches, or `weight_fn`'s unit. One array
-        for all leaves of one call's gradients.
+      weight: float32 `[n]`, what the rows add up to: microbatches, or `weight_fn`'s unit (fractions
+        are rounded to it). One array for all leaves of one call's gradients.
       axis_name: the data axis or axes.
       awaited: how the mean is to be taken; the default is an all-reduce in the sum's dtype.
-      guard: an array of float0, which no arithmetic accepts; made if not given. (So JAX's error
-        speaks of float0.)
+      guard: an array of float0, which no arithmetic accepts; made if not given.
 
     Cost:
       None: a device holds its own row, as large as the value.
@@ -66,15 +66,25 @@ class Unreduced:
     guard: Any = None
 
     def __post_init__(self) -> None:
-        # JAX makes one of whatever leaves it has, too: shapes, specs, booleans.
-        if self.guard is None and getattr(self.sum, "shape", None):
-            object.__setattr__(self, "guard", guard(self.sum.shape[0]))
+        # Made by hand; JAX makes one of whatever leaves it has, too, and of a guard.
+        if self.guard is None and isinstance(self.sum, jax.Array | np.ndarray):
+            _unreduced_checks.check_made(self.sum, self.weight)
+            axes = axis_tuple(self.axis_name)
+            made = {
+                "sum": jnp.asarray(self.sum),
+                "weight": jnp.asarray(self.weight, jnp.float32),
+                "axis_name": axes[0] if len(axes) == 1 else axes or None,
+                "guard": guard(self.sum.shape[0]),
+            }
+            for name, value in made.items():
+                object.__setattr__(self, name, value)
 
     def is_whole(self) -> bool:
         """Whether the leaves still belong together: nothing has computed with some of them."""
-        guarded = getattr(self.guard, "dtype", None) == jax.dtypes.float0
-        rows = self.sum.shape[:1]
-        return guarded and self.weight.dtype == jnp.float32 and self.weight.shape == rows
+        kinds = [getattr(x, "dtype", None) for x in (self.guard, self.weight)]
+        rows, weights = (getattr(x, "shape", ()) for x in (self.sum, self.weight))
+        typed = kinds == [jax.dtypes.float0, jnp.float32]
+        return typed and len(weights) == 1 and rows[:1] == weights
 
     def __repr__(self) -> str:
         shape = getattr(self.sum, "shape", None)
@@ -141,15 +151,13 @@ Unreduced(float32[] in 8 rows over 'dp', awaiting gradaccum.mean))
     leaves, treedef = flatten("mean", tree)
     if not leaves:
         return tree
-    weights, which = shared_weights(leaves)
+    where = where_of("mean", leaves, leaves[0].axis_name, None)
+    weights = list({id(x.weight): x.weight for x in leaves}.values())  # most leaves share theirs
+    places = {id(w): i for i, w in enumerate(weights)}
+    which = [places[id(x.weight)] for x in leaves]
+    awaited = [x.awaited for x in leaves]
     return treedef.unflatten(
-        means(
-            [x.sum for x in leaves],
-            weights,
-            which,
-            [x.awaited for x in leaves],
-            where_of("mean", leaves, leaves[0].axis_name, leaves[0].awaited.mesh),
-        )
+        means([x.sum for x in leaves], jnp.stack(weights, 1), which, awaited, where)
     )
 
 
@@ -181,7 +189,7 @@ def add(a: Any, b: Any) -> Any:
       2.0
     """
     (left, tree), (right, other) = flatten("add", a), flatten("add", b)
-    _unreduced_checks.check_addends(tree, other, [x.sum for x in left], [x.sum for x in right])
+    _unreduced_checks.check_addends(tree, other, left, right)
     _unreduced_checks.check_same_axes(
         "add", {"a": left[0].axis_name, "b": right[0].axis_name} if left else {}
     )
@@ -197,14 +205,9 @@ def add(a: Any, b: Any) -> Any:
 
 def where_of(api: str, leaves: Sequence[Unreduced], axis_name: Any, mesh: Any) -> DataMesh:
     """Finds the mesh and the data axes of some leaves; their rows must be as many."""
-    where = data_mesh(api, axis_name, mesh)
-    where = explicit_as_auto(where, [x.sum for x in leaves])
+    given = [x.awaited.mesh for x in leaves if x.awaited.mesh is not None]
+    sums = [x.sum for x in leaves]
+    where = find_mesh(api, axis_name, given[0] if given else mesh, sums)
+    where = explicit_as_auto(where, sums)
     _unreduced_checks.check_rows(api, {x.sum.shape[0] for x in leaves}, where)
     return where
-
-
-def shared_weights(leaves: Sequence[Unreduced]) -> tuple[list[jax.Array], list[int]]:
-    """Returns the different weight arrays, and which of them each leaf has."""
-    by_id = {id(x.weight): x.weight for x in leaves}
-    places = {key: i for i, key in enumerate(by_id)}
-    return list(by_id.values()), [places[id(x.weight)] for x in leaves]

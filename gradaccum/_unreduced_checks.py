@@ -26,7 +26,7 @@ def check_untouched(api: str, touched: Sequence[str]) -> None:
     """Raises TypeError if there are `Unreduced` values that something has computed with."""
     if touched:
         raise TypeError(
-            f"{api}: {', '.join(touched)}: the parts of this gradaccum.Unreduced no longer belong "
+            f"{api}: {', '.join(touched)}: the parts of this gradaccum.Unreduced do not belong "
             "together: a transformation has computed with its rows, which is not computing with "
             "their mean. Put it after the mean: inside MultiSteps, or after all_reduce_mean."
         )
@@ -60,18 +60,37 @@ def check_rows(api: str, rows: set[int], where: DataMesh) -> None:
 
 
 def check_addends(tree: Any, other: Any, left: Sequence[Any], right: Sequence[Any]) -> None:
-    """Raises ValueError unless two trees have the same structure and shapes."""
+    """Raises ValueError unless two trees have the same structure, shapes and awaited means."""
     if tree != other:
-        raise ValueError(f"add: the trees differ in structure or options: {tree} and {other}.")
+        raise ValueError(f"add: the trees differ in structure: {tree} and {other}.")
     shapes = [
-        f"{tuple(a.shape)} and {tuple(b.shape)}"
+        f"{tuple(a.sum.shape)} and {tuple(b.sum.shape)}"
         for a, b in zip(left, right, strict=True)
-        if a.shape != b.shape
+        if a.sum.shape != b.sum.shape
     ]
     if shapes:
         raise ValueError(
             f"add: rows of different shapes: {', '.join(shapes)}; required: the same, one row a "
             "data device."
+        )
+    others = [
+        f"{a!r} and {b!r}" for a, b in zip(left, right, strict=True) if a.awaited != b.awaited
+    ]
+    if others:
+        raise ValueError(
+            f"add: values whose means are taken differently: {'; '.join(others)}. Add what was "
+            "made with the same options, in the same place."
+        )
+
+
+def check_made(sums: Any, weight: Any) -> None:
+    """Raises unless an `Unreduced` can be made of the two by hand."""
+    if not jnp.issubdtype(sums.dtype, jnp.number):
+        raise TypeError(f"Unreduced: sum is {_kind(sums)}; it must hold numbers.")
+    if sums.ndim < 1 or jnp.shape(weight) != sums.shape[:1]:
+        raise ValueError(
+            f"Unreduced: sum has shape {tuple(sums.shape)} and weight {jnp.shape(weight)}; "
+            "required: [n, *shape] and [n], one row a data device."
         )
 
 
@@ -120,15 +139,6 @@ def check_unsummed(api: str, paths: Sequence[str], where: DataMesh) -> None:
             f"summed it over {axes} already, once a call, as the parameters do not vary over it. "
             f"Differentiate with respect to jax.lax.pcast(params, {axes}, to='varying'), or use "
             "gradaccum.unreduced_value_and_grad."
-        )
-
-
-def check_one_source(api: str, sources: set[Any]) -> None:
-    """Raises ValueError for gradients of several losses, whose weights may differ."""
-    if len(sources) > 1:
-        raise ValueError(
-            f"{api}: gradients of {len(sources)} different losses in one tree, each with weights "
-            "of its own. Give each a MultiSteps of its own, e.g. by optax.multi_transform."
         )
 
 

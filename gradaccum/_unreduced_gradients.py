@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from optax.microbatching import AccumulationType
 
-from gradaccum import _call, _unreduced_checks
+from gradaccum import _call, _checks, _unreduced_checks
 from gradaccum._accumulate import accumulate
 from gradaccum._arguments import Role
-from gradaccum._decorated import Accumulated
-from gradaccum._layout import Layouts, gradient_spec
+from gradaccum._decorated import Accumulated, Method
+from gradaccum._layout import Layout, Layouts, gradient_spec
 from gradaccum._means import Awaited
 from gradaccum._mesh import is_typed, vary
 from gradaccum._microbatch import merge
@@ -72,12 +72,12 @@ def unreduced_value_and_grad(
       >>> gradaccum.mean(grad).tolist()
       [6.0, 6.0, 6.0]
     """
-    decorated: Accumulated
-    if not isinstance(loss_fn, Accumulated):
-        decorated = accumulate(loss_fn, **{"microbatches": 1, **options})
-    elif not options:
+    if isinstance(loss_fn, Accumulated | Method):
         decorated = loss_fn
     else:
+        _checks.check_function(loss_fn)
+        decorated = accumulate(loss_fn, **{"microbatches": 1, **options})
+    if options and decorated is loss_fn:
         raise TypeError(
             f"unreduced_value_and_grad: {', '.join(options)} given beside a loss that "
             "gradaccum.accumulate has decorated already. Give options in one place."
@@ -153,12 +153,11 @@ def _trace(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any]
         Awaited(
             dtype=x.dtype,
             reduce_dtype=options.reduce_dtype,
-            layout=layout,
+            layout=_outside(layout) if where.manual else layout,
             manual=layouts.manual,
             automatic=layouts.automatic,
             spec=gradient_spec(x, layout, where),
             mesh=options.mesh,
-            source=(options.fun, options.microbatches),
         )
         if w
         else None
@@ -174,6 +173,17 @@ def _trace(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any]
         rows=1 if where.manual else where.size,
     )
     return out["rows"], out["grads"], form
+
+
+def _outside(layout: Layout) -> Layout:
+    """Returns the layout with the data axes that a mean outside of the manual region splits."""
+    cut = layout.scattered + layout.sliced
+    last = max((d for d, _ in cut), default=-1)
+    dims = layout.grad_dims + ((),) * (last + 1 - len(layout.grad_dims))
+    return dataclasses.replace(
+        layout,
+        grad_dims=tuple((*own, *(a for i, a in cut if i == d)) for d, own in enumerate(dims)),
+    )
 
 
 _traced = jax.jit(_trace, static_argnums=0)

@@ -32,8 +32,8 @@ class MultiStepsState(NamedTuple):
       acc_grads: what the open window adds up to, in the structure of the parameters: `[*shape]`,
         with `axis_name` `[n, *shape]`, one row a data device.
       skip_state: what `should_skip_update_fn` returned last.
-      weight: what `acc_grads` is to be divided by, float32 `[]` or `[n]`: the number of calls, or
-        the sum of their `Unreduced.weight`.
+      weight: what `acc_grads` is to be divided by, float32: the number of calls `[]`; or
+        `[n, leaves]`, the sum of each leaf's `Unreduced.weight`.
       updated: bool `[]`, whether the last call made a step.
     """
 
@@ -218,7 +218,9 @@ class Window:
             return tree.unflatten(values)
         if not self.use_grad_mean:  # the mean, as many times as there were calls
             weight = weight / state.mini_step.astype(weight.dtype)
-        return tree.unflatten(means(sums, [weight], [0] * len(sums), awaited, where))
+        if not sums:
+            return tree.unflatten([])
+        return tree.unflatten(means(sums, weight, range(len(sums)), awaited, where))
 
     def _accumulator_of(self, dtype: Any) -> Any:
         if self.accumulator_dtype is None:

@@ -54,8 +54,10 @@ def read(api: str, grads: Any, axis_name: AxisName | None, mesh: Any) -> Gradien
         )
         return _read_rows(api, rows, tree, axis_name, mesh)
     where = data_mesh(api, axis_name, mesh)
-    if leaves:
-        _unreduced_checks.check_manual(api, where, list(leaves))
+    if not leaves:
+        none = jnp.zeros((1 if where.manual else where.size, 0), jnp.float32)
+        return Gradients([], tree, none, (), where)
+    _unreduced_checks.check_manual(api, where, list(leaves))
     return _read_local(api, {p: jnp.asarray(x) for p, x in leaves.items()}, tree, where)
 
 
@@ -67,7 +69,7 @@ def _read_rows(
     axes = {p: x.axis_name for p, x in leaves.items() if axis_tuple(x.axis_name) != wanted}
     some = list(leaves.values())
     if set(axes.values()) != {None}:  # None: made on one device, without a mesh
-        _unreduced_checks.check_same_axes(api, {"MultiSteps": axis_name, **axes} if axes else {})
+        _unreduced_checks.check_same_axes(api, {"axis_name": axis_name, **axes} if axes else {})
     where = where_of(api, some, axis_name, mesh)
     weights = [x.weight for x in some]
     if all(w is weights[0] for w in weights):  # as one call makes them

@@ -47,6 +47,11 @@ class Layout:
     sliced: Pairs = ()
     automatic: Dims = ()
 
+    @property
+    def cut(self) -> Pairs:
+        """The (dimension, axis) pairs that the gradient is split along after its reduction."""
+        return self.scattered + self.sliced
+
     def replicated(self, axis_names: Sequence[str]) -> tuple[str, ...]:
         """Returns the data axes that the leaf is not gathered over: the same on all of them."""
         gathered = {a for _, a in self.gathered}
@@ -191,7 +196,7 @@ def moved_gradients(
             continue
         spec = gradient_spec(x, layout, where)
         if where.manual:
-            cut = layout.scattered + layout.sliced
+            cut = layout.cut
             if cut != layout.gathered[::-1]:
                 dims = [[a for j, a in cut if j == d] for d in range(x.ndim)]
                 moved.append((i, spec_of(dims)))

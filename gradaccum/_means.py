@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from gradaccum import _reduce
@@ -22,7 +23,7 @@ class Awaited:
     """How the mean of an `Unreduced` is taken, and how it lies: known where the value was made.
 
     Attributes:
-      dtype: of the mean; None: of the sum.
+      dtype: of the mean; None: of the sum (float32 for integers).
       total: it is the sum over devices and calls instead, weights aside.
       reduce_dtype: on the wire; None: the sum's.
       layout: how the mean lies on the manual axes.
@@ -50,7 +51,7 @@ class _Reduction:
     which: tuple[int, ...]
     awaited: tuple[Awaited, ...]
 
-    def __call__(self, sums: list[jax.Array], weights: jax.Array) -> list[jax.Array]:
+    def __call__(self, sums: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
         where, awaited = self.where, self.awaited
         manual = tuple(dict.fromkeys(a for x in awaited for a in x.manual))
         layouts = Layouts(
@@ -59,10 +60,10 @@ class _Reduction:
             tuple(dict.fromkeys(a for x in awaited for a in x.automatic)),
         )
 
-        def local(sums: list[jax.Array], weights: jax.Array) -> list[jax.Array]:
+        def local(sums: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
             return _reduce.mean_of_rows(
                 [x[0] for x in sums],
-                weights[0],
+                jnp.concatenate([w[0].reshape(-1) for w in weights]),
                 [None if a.total else i for i, a in zip(self.which, awaited, strict=True)],
                 where,
                 layouts,
@@ -80,10 +81,7 @@ class _Reduction:
                 out_types=[self._type(x, a) for x, a in zip(sums, awaited, strict=True)],
             )
         values = local(sums, weights)
-        dtypes = [
-            x.dtype if a.dtype is None else a.dtype for x, a in zip(sums, awaited, strict=True)
-        ]
-        return [v.astype(dtype) for v, dtype in zip(values, dtypes, strict=True)]
+        return [_cast(v, x, a) for v, x, a in zip(values, sums, awaited, strict=True)]
 
     def _type(self, x: jax.Array, awaited: Awaited) -> PartitionSpec:
         """Returns how the mean of the rows `x` lies on Explicit axes."""
@@ -94,12 +92,19 @@ class _Reduction:
         )
 
 
+def _cast(value: jax.Array, sums: jax.Array, awaited: Awaited) -> jax.Array:
+    if awaited.dtype is not None:
+        return value.astype(awaited.dtype)
+    # A mean of integers is none itself; their sum is.
+    return value.astype(sums.dtype) if jnp.issubdtype(sums.dtype, jnp.inexact) else value
+
+
 _reduced = jax.jit(lambda reduction, *arrays: reduction(*arrays), static_argnums=0)
 
 
 def means(
     sums: Sequence[jax.Array],
-    weights: jax.Array,
+    weights: Sequence[jax.Array],
     which: Sequence[int],
     awaited: Sequence[Awaited],
     where: DataMesh,
@@ -108,13 +113,13 @@ def means(
 
     Args:
       sums: `[n, *shape]` each.
-      weights: float32 `[n, u]`, the different ones.
-      which: the place of each sum's weight, < u.
+      weights: the different ones: float32 `[n]` each, or `[n, u]` of u.
+      which: the place of each sum's weight among all these.
       awaited: how each mean is taken.
       where: the data axes.
     """
     reduction = _Reduction(where, tuple(which), tuple(awaited))
-    if any(isinstance(x, jax.core.Tracer) for x in (*sums, weights)):
-        return reduction(list(sums), weights)
-    result: list[jax.Array] = _reduced(reduction, list(sums), weights)
+    if any(isinstance(x, jax.core.Tracer) for x in (*sums, *weights)):
+        return reduction(list(sums), list(weights))
+    result: list[jax.Array] = _reduced(reduction, list(sums), list(weights))
     return result

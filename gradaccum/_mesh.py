@@ -79,8 +79,17 @@ def check_axes(api: str, axis_name: AxisName | Unset | None, mesh: Mesh | Abstra
         )
 
 
+_GIVE_MESH = (
+    "Give mesh=..., or call inside `with jax.set_mesh(mesh):` (a legacy `with mesh:` cannot be "
+    "seen); or give axis_name=None for no cross-device mean at all."
+)
+
+
 def data_mesh(
-    api: str, axis_name: AxisName | Unset | None, mesh: Mesh | AbstractMesh | None
+    api: str,
+    axis_name: AxisName | Unset | None,
+    mesh: Mesh | AbstractMesh | None,
+    remedy: str = "",
 ) -> DataMesh:
     """Finds the mesh and the data axes of one call.
 
@@ -88,6 +97,7 @@ def data_mesh(
       api: the public name to start error messages with.
       axis_name: the data axes; None for no collective; unset for the mesh's only axis.
       mesh: the mesh given at decoration, or None for the context's.
+      remedy: what to do without a mesh, where that is not to give one here.
 
     Returns:
       The `DataMesh`. An outer `shard_map` comes before `mesh`, which comes before `jax.set_mesh`.
@@ -112,9 +122,7 @@ def data_mesh(
         if jax.device_count() == 1:
             return DataMesh()
         raise ValueError(
-            f"{api}: no mesh, and {jax.device_count()} devices. Give mesh=..., or call inside "
-            "`with jax.set_mesh(mesh):` (a legacy `with mesh:` cannot be seen); or give "
-            "axis_name=None for no cross-device mean at all."
+            f"{api}: no mesh, and {jax.device_count()} devices. " + (remedy or _GIVE_MESH)
         )
     check_axes(api, axis_name, found)
     axes = axis_tuple(axis_name)

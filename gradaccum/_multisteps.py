@@ -64,7 +64,8 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
       use_grad_mean: False: the sum over calls, of means over devices (with weights: the weighted
         mean, as many times as there were calls).
       should_skip_update_fn: `(gradients, gradient_step, params) -> (skip, skip_state)`, as
-        `optax.skip_not_finite`; skip is bool `[]`.
+        `optax.skip_not_finite`; skip is bool `[]`. Over a manual model axis it sees one device's
+        shard of a mean: any device's True skips on all, but its skip_state must agree by itself.
       accumulator_dtype: of the sums; default float32, or the parameter's own if wider.
       axis_name: the data axis or axes of the mesh.
       mesh: the mesh, if it is not that of `jax.set_mesh`. Where neither is given, `init` and
@@ -78,9 +79,9 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
 
     Cost:
       Collectives: none in k - 1 of k calls; in the k-th each gradient byte once, 4 more a leaf.
-      Memory: one accumulator a device; all of the state may be donated, and is then updated in
-      place (on CPUs the call that updates makes copies). `init` lays accumulators out as their
-      parameters. Each call writes a tree of zeros or updates.
+      Memory: one accumulator a device, laid out as the parameters. All of the state may be donated,
+      and is then updated in place (XLA's CPU backend copies the accumulator once a call all the
+      same). Each call writes a tree of zeros or updates.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, gradaccum
@@ -107,8 +108,6 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
       `optax.MultiSteps`.
     """
 
-    _window: Window
-
     def __new__(
         cls,
         opt: optax.GradientTransformation,
@@ -131,7 +130,6 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
             mesh=mesh,
         )
         self: MultiSteps = super().__new__(cls, window.init, window.update)
-        self._window = window
         return self
 
     def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -140,6 +138,11 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
         given = (window.opt, window.every_k, window.use_grad_mean, window.should_skip)
         keywords = {"axis_name": window.axis_name, "mesh": window.mesh}
         return (*given, window.accumulator_dtype), keywords
+
+    @property
+    def _window(self) -> Window:
+        window: Window = self.init.__self__  # so a copy with other fields has it, and JAX's
+        return window
 
     @property
     def inner_opt(self) -> optax.GradientTransformationExtraArgs:
@@ -220,6 +223,15 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
         return resize(state, MultiStepsState, self._window.axis_name, mesh)
 
 
+# As a pytree, which JAX takes every named tuple for, it is its two functions. Not made of them by
+# `__new__`, which takes other arguments.
+jax.tree_util.register_pytree_node(
+    MultiSteps,
+    lambda tx: (tuple(tx), None),
+    lambda _, functions: tuple.__new__(MultiSteps, functions),
+)
+
+
 def all_reduce_mean(
     axis_name: AxisName, *, mesh: Mesh | AbstractMesh | None = None
 ) -> optax.GradientTransformation:
@@ -265,7 +277,7 @@ def all_reduce_mean(
         if given.where is None or not given.sums:
             return updates, state
         which = range(len(given.sums))
-        grads = means(given.sums, given.weight, which, given.awaited, given.where)
+        grads = means(given.sums, [given.weight], which, given.awaited, given.where)
         return given.tree.unflatten(grads), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

@@ -213,23 +213,24 @@ def mean_of_rows(
     """
     own = Sums(None, weights, [], list(rows))
     total = reduce_sum(own, where, layouts, reduce_dtypes)
-    divisors = jnp.where(total.weight == 0, 1, total.weight)
+    empty = total.weight == 0
+    divisors = jnp.where(empty, 1, total.weight)
 
     def mean(g: jax.Array, i: int | None) -> jax.Array:
         if i is None:
             return g
         wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))  # a weight may overflow float16
-        return wide / divisors[i].astype(wide.dtype)
+        return jnp.where(empty[i], 0, wide / divisors[i].astype(wide.dtype))
 
     return [mean(g, i) for g, i in zip(total.grads, which, strict=True)]
 
 
-def any_device(flag: jax.Array, where: DataMesh) -> jax.Array:
-    """Returns whether a flag is set on any device of the manual model axes, where it may differ.
+def any_device(flag: jax.Array, where: DataMesh, *, split: bool) -> jax.Array:
+    """Returns whether a flag that was computed from means is set on any device where it may differ.
 
-    Over the data axes it does not: it was computed from a mean.
+    That is over manual model axes; over data axes only where they are manual and split the means.
     """
-    others = tuple(a for a in where.manual_axes if a not in where.axis_names)
+    others = tuple(a for a in where.manual_axes if split or a not in where.axis_names)
     if is_typed(others):
         others = tuple(a for a in others if a in varying_axes(flag))
     return jax.lax.pmax(flag.astype(jnp.int32), others) > 0 if others else flag

@@ -33,11 +33,11 @@ def mesh_of(tree: Any, axis_name: AxisName | None = None) -> Mesh | None:
     return None
 
 
-def find_mesh(api: str, axis_name: AxisName, mesh: Any, *trees: Any) -> DataMesh:
+def find_mesh(api: str, axis_name: AxisName, mesh: Any, *trees: Any, remedy: str = "") -> DataMesh:
     """Finds the data axes where no `Unreduced` tells: as given, the context's, or the arrays'."""
     if mesh is None and not jax.sharding.get_abstract_mesh().axis_names:
         mesh = next((m for t in trees if (m := mesh_of(t, axis_name)) is not None), None)
-    return data_mesh(api, axis_name, mesh)
+    return data_mesh(api, axis_name, mesh, remedy)
 
 
 def settle(tree: Any, mesh: Mesh | None) -> Any:

@@ -156,9 +156,7 @@ Unreduced(float32[] in 8 rows over 'dp', awaiting gradaccum.mean))
     places = {id(w): i for i, w in enumerate(weights)}
     which = [places[id(x.weight)] for x in leaves]
     awaited = [x.awaited for x in leaves]
-    return treedef.unflatten(
-        means([x.sum for x in leaves], jnp.stack(weights, 1), which, awaited, where)
-    )
+    return treedef.unflatten(means([x.sum for x in leaves], weights, which, awaited, where))
 
 
 def add(a: Any, b: Any) -> Any:
@@ -207,7 +205,8 @@ def where_of(api: str, leaves: Sequence[Unreduced], axis_name: Any, mesh: Any) -
     """Finds the mesh and the data axes of some leaves; their rows must be as many."""
     given = [x.awaited.mesh for x in leaves if x.awaited.mesh is not None]
     sums = [x.sum for x in leaves]
-    where = find_mesh(api, axis_name, given[0] if given else mesh, sums)
+    remedy = "Call inside `with jax.set_mesh(mesh):`, or make the values with mesh=..."
+    where = find_mesh(api, axis_name, given[0] if given else mesh, sums, remedy=remedy)
     where = explicit_as_auto(where, sums)
     _unreduced_checks.check_rows(api, {x.sum.shape[0] for x in leaves}, where)
     return where

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from gradaccum._mesh import DataMesh, describe
+from gradaccum._mesh import DataMesh, describe, varying_axes
 
 
 def check_all_unreduced(api: str, others: Mapping[str, Any]) -> None:
@@ -87,9 +88,9 @@ def check_made(sums: Any, weight: Any) -> None:
     """Raises unless an `Unreduced` can be made of the two by hand."""
     if not jnp.issubdtype(sums.dtype, jnp.number):
         raise TypeError(f"Unreduced: sum is {_kind(sums)}; it must hold numbers.")
-    if sums.ndim < 1 or jnp.shape(weight) != sums.shape[:1]:
+    if sums.ndim < 1 or np.shape(weight) != sums.shape[:1]:
         raise ValueError(
-            f"Unreduced: sum has shape {tuple(sums.shape)} and weight {jnp.shape(weight)}; "
+            f"Unreduced: sum has shape {tuple(sums.shape)} and weight {np.shape(weight)}; "
             "required: [n, *shape] and [n], one row a data device."
         )
 
@@ -165,24 +166,60 @@ def check_accumulators(api: str, tree: Any, wanted: Any, got: Mapping[str, Any])
         )
 
 
+def check_skip_state(new: Any, old: Any) -> None:
+    """Raises TypeError if a skip_state varies over axes that the old one does not vary over."""
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=False)
+    axes = {a for x, y in pairs for a in varying_axes(x) - varying_axes(y)}
+    if axes:
+        names = ", ".join(map(repr, sorted(axes)))
+        raise TypeError(
+            f"MultiSteps: the skip_state of should_skip_update_fn varies over {names}: it was "
+            "computed from one device's shard. Reduce it there, e.g. jax.lax.psum over that axis."
+        )
+
+
+def check_parameters(tree: Any, wanted: Any, shapes: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the parameters given to `flush` are those given to `init`."""
+    if tree != wanted:
+        raise ValueError(
+            f"MultiSteps.flush: params have the structure {tree}, those given to init had {wanted}."
+        )
+    bad = [
+        f"{p} has {tuple(x)}, its accumulator {tuple(a)}" for p, (x, a) in shapes.items() if x != a
+    ]
+    if bad:
+        raise ValueError(
+            f"MultiSteps.flush: params of other shapes than those given to init: {'; '.join(bad)}."
+        )
+
+
 def check_steps(value: Any, gradient_step: Any) -> None:
     """Raises ValueError unless a k that is known is a whole number >= 1."""
-    if not 1 <= value < math.inf or value != int(value):
+    known = np.asarray(value)
+    number = known.shape == () and known.dtype != bool and np.issubdtype(known.dtype, np.number)
+    if not number or not 1 <= known < math.inf or known != int(known):
         at = (
             ""
             if isinstance(gradient_step, jax.core.Tracer)
             else f" at gradient step {gradient_step}"
         )
         raise ValueError(
-            f"MultiSteps: every_k_schedule gives k = {value}{at}; it must be a whole number >= 1, "
-            "in calls."
+            f"MultiSteps: every_k_schedule gives k = {value!r}{at}; it must be a whole number "
+            ">= 1, in calls."
         )
 
 
-def check_skip(value: Any) -> None:
-    """Raises ValueError unless `should_skip_update_fn` returned a boolean scalar."""
+def check_skip(returned: Any) -> tuple[jax.Array, Any]:
+    """Returns what `should_skip_update_fn` returned, or raises ValueError."""
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise ValueError(
+            f"MultiSteps: should_skip_update_fn returned {_kind(returned)}; it must return a pair: "
+            "a boolean scalar array, and a tree to keep as skip_state."
+        )
+    value, skip_state = jnp.asarray(returned[0]), returned[1]
     if value.dtype != jnp.bool_ or value.shape != ():
         raise ValueError(
             f"MultiSteps: should_skip_update_fn returned {value.dtype}{list(value.shape)}; it must "
             "return a boolean scalar array, and a tree to keep as skip_state."
         )
+    return value, skip_state

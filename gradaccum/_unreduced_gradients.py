@@ -177,7 +177,7 @@ def _trace(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any]
 
 def _outside(layout: Layout) -> Layout:
     """Returns the layout with the data axes that a mean outside of the manual region splits."""
-    cut = layout.scattered + layout.sliced
+    cut = layout.cut
     last = max((d for d, _ in cut), default=-1)
     dims = layout.grad_dims + ((),) * (last + 1 - len(layout.grad_dims))
     return dataclasses.replace(

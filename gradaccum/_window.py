@@ -103,7 +103,8 @@ class Window:
             updated=jnp.zeros((), bool),
         )
         self._steps(step)
-        return _own_buffers(settle(state, mesh_of(acc)), params)
+        settled: MultiStepsState = settle(_own_buffers(state, params), mesh_of(acc))
+        return settled
 
     def update(
         self, updates: Any, state: MultiStepsState, params: Any = None, **extra_args: Any
@@ -137,6 +138,7 @@ class Window:
                 )
                 for name in ("mini_step", "acc_grads", "weight")
             }
+            skip_state = jax.tree.map(_as_before, skip_state, state.skip_state)
             added = added._replace(skip_state=skip_state, **kept)
             full = full & ~skip
         return self._close(added, full, given.awaited, given.where, params, extra_args)
@@ -148,8 +150,17 @@ class Window:
         where = None
         if self.axis_name is not None:
             where = find_mesh(f"{API}.flush", self.axis_name, self.mesh, params, acc)
-        like = acc if params is None else jax.tree.leaves(params)
-        awaited = tuple(Awaited(dtype=jnp.asarray(x).dtype) for x in like)
+        like = acc
+        if params is not None:
+            keyed, tree = jax.tree_util.tree_flatten_with_path(params)
+            like = [jnp.asarray(x) for _, x in keyed]
+            own = [a.shape if where is None else a.shape[1:] for a in acc]
+            paths = [jax.tree_util.keystr(path) for path, _ in keyed]
+            shapes = [(x.shape, shape) for x, shape in zip(like, own, strict=False)]
+            _unreduced_checks.check_parameters(
+                tree, jax.tree.structure(state.acc_grads), dict(zip(paths, shapes, strict=False))
+            )
+        awaited = tuple(Awaited(dtype=x.dtype) for x in like)
         return self._close(state, state.mini_step > 0, awaited, where, params, extra_args)
 
     def _close(
@@ -185,7 +196,9 @@ class Window:
             if where is None or self.should_skip is None:
                 return step(grads, opened)
             skip, skip_state = self._skip(grads, state.gradient_step, params)
-            skip = any_device(skip, where)
+            skip = any_device(skip, where, split=any(a.layout.cut for a in awaited))
+            _unreduced_checks.check_skip_state(skip_state, state.skip_state)
+            skip_state = jax.tree.map(_as_before, skip_state, state.skip_state)
             opened = opened._replace(skip_state=skip_state)
             shapes = jax.eval_shape(step, grads, opened)[0]
             out: tuple[Any, MultiStepsState] = jax.lax.cond(
@@ -220,7 +233,7 @@ class Window:
             weight = weight / state.mini_step.astype(weight.dtype)
         if not sums:
             return tree.unflatten([])
-        return tree.unflatten(means(sums, weight, range(len(sums)), awaited, where))
+        return tree.unflatten(means(sums, [weight], range(len(sums)), awaited, where))
 
     def _accumulator_of(self, dtype: Any) -> Any:
         if self.accumulator_dtype is None:
@@ -236,10 +249,7 @@ class Window:
 
     def _skip(self, updates: Any, gradient_step: Any, params: Any) -> tuple[jax.Array, Any]:
         assert self.should_skip is not None
-        skip, skip_state = self.should_skip(updates, gradient_step, params)
-        skip = jnp.asarray(skip)
-        _unreduced_checks.check_skip(skip)
-        return skip, skip_state
+        return _unreduced_checks.check_skip(self.should_skip(updates, gradient_step, params))
 
 
 def _zeros_of(x: Any) -> jax.Array:

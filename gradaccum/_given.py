@@ -76,8 +76,15 @@ def _read_rows(
         weight = jnp.broadcast_to(weights[0][:, None], (weights[0].shape[0], len(some)))
     else:
         weight = jnp.stack(weights, 1)
-    awaited = tuple(x.awaited for x in some)
+    awaited = tuple(_with_dtype(x) for x in some)
     return Gradients([x.sum for x in some], tree, weight, awaited, where)
+
+
+def _with_dtype(x: Unreduced) -> Awaited:
+    """Returns what the mean is, of the sum's own dtype if made by hand: not the accumulator's."""
+    if x.awaited.dtype is not None or not jnp.issubdtype(x.sum.dtype, jnp.inexact):
+        return x.awaited
+    return dataclasses.replace(x.awaited, dtype=x.sum.dtype)
 
 
 def _read_local(api: str, leaves: dict[str, jax.Array], tree: Any, where: DataMesh) -> Gradients:

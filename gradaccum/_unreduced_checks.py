@@ -189,7 +189,8 @@ def check_parameters(tree: Any, wanted: Any, shapes: Mapping[str, Any]) -> None:
     ]
     if bad:
         raise ValueError(
-            f"MultiSteps.flush: params of other shapes than those given to init: {'; '.join(bad)}."
+            f"MultiSteps.flush: params of other shapes than those given to init: {'; '.join(bad)}. "
+            "(Inside a shard_map that splits them over the data axes: flush outside of it.)"
         )
 
 

@@ -258,7 +258,7 @@ def _zeros_of(x: Any) -> jax.Array:
 
 def _as_before(new: Any, old: Any) -> Any:
     """Returns the new leaf of a state in the old one's dtype."""
-    new = jnp.asarray(new)
+    new = _strong(new)
     return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 

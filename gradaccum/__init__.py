@@ -14,11 +14,11 @@ from gradaccum._decorated import Accumulated as Accumulated
 from gradaccum._microbatch import pad_batch as pad_batch
 from gradaccum._multisteps import MultiSteps as MultiSteps
 from gradaccum._multisteps import all_reduce_mean as all_reduce_mean
+from gradaccum._state import MultiStepsState as MultiStepsState
 from gradaccum._unreduced import Unreduced as Unreduced
 from gradaccum._unreduced import add as add
 from gradaccum._unreduced import mean as mean
 from gradaccum._unreduced_gradients import unreduced_value_and_grad as unreduced_value_and_grad
-from gradaccum._window import MultiStepsState as MultiStepsState
 
 __all__ = [
     "Accumulated",

@@ -35,7 +35,7 @@ def check_bools(**flags: Any) -> None:
         raise TypeError(f"{API}: {bad}; it must be a bool.")
 
 
-def check_dtype(name: str, value: Any) -> Any:
+def check_dtype(name: str, value: Any, api: str = API) -> Any:
     """Returns a floating dtype, or None for None, or raises TypeError."""
     if value is None:
         return None
@@ -44,18 +44,18 @@ def check_dtype(name: str, value: Any) -> Any:
     except TypeError:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{API}: {name} is {value!r}; it must be a floating dtype.")
+        raise TypeError(f"{api}: {name} is {value!r}; it must be a floating dtype.")
     return dtype
 
 
-def check_axis_name(axis_name: Any) -> None:
+def check_axis_name(axis_name: Any, api: str = API) -> None:
     """Raises unless the data axes are a name, distinct names, None or unset."""
     if axis_name is None or isinstance(axis_name, str | Unset):
         return
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else ()
     if not names or not all(isinstance(a, str) for a in names) or len(set(names)) < len(names):
         raise ValueError(
-            f"{API}: axis_name is {axis_name!r}; it must be a mesh axis's name, a tuple of "
+            f"{api}: axis_name is {axis_name!r}; it must be a mesh axis's name, a tuple of "
             "different ones, or None for no cross-device mean."
         )
 
@@ -73,11 +73,11 @@ def check_function(fun: Any) -> None:
         ) from None
 
 
-def check_mesh(mesh: Any) -> None:
+def check_mesh(mesh: Any, api: str = API) -> None:
     """Raises TypeError for what is no mesh."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
-            f"{API}: mesh is {mesh!r}; it must be a jax.sharding.Mesh, as jax.make_mesh makes it."
+            f"{api}: mesh is {mesh!r}; it must be a jax.sharding.Mesh, as jax.make_mesh makes it."
         )
 
 

@@ -16,7 +16,8 @@ from gradaccum._given import read
 from gradaccum._means import means
 from gradaccum._mesh import AxisName, check_axes
 from gradaccum._rows import resize
-from gradaccum._window import API, MultiStepsState, Window, schedule_of
+from gradaccum._state import MultiStepsState
+from gradaccum._window import API, Window, schedule_of
 
 
 class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -52,11 +53,12 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
       ones and one device's own once a window, of their mean. True there drops the window: the inner
       state stays bitwise as it was, `mini_step` is 0.
 
-    Clip, scale and check for NaN in the inner optimizer, where they see the mean; a transformation
-    before this one meets an `Unreduced` and raises. With ZeRO (`grad_specs`) gather the updates
-    inside too, last in a chain; after this one they would be gathered in every call. Extra
-    arguments (`value=`) are those of the call that updates. Update an average of parameters only
-    where `has_updated` is true.
+    Clip, scale, freeze and check for NaN in the inner optimizer, where they see the mean; a
+    transformation before this one meets an `Unreduced` and raises. With ZeRO (`grad_specs`) gather
+    the updates inside too, last in a chain; after this one they would be gathered in every call.
+    Extra arguments (`value=`) are those of the call that updates; an `Unreduced` among them, such
+    as the loss, reaches the inner optimizer as its mean. Update an average of parameters only where
+    `has_updated` is true.
 
     Args:
       opt: the inner optimizer.
@@ -125,24 +127,24 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
             every_k=schedule_of(every_k_schedule),
             use_grad_mean=use_grad_mean,
             should_skip=should_skip_update_fn,
-            accumulator_dtype=_checks.check_dtype("accumulator_dtype", accumulator_dtype),
+            accumulator_dtype=_checks.check_dtype("accumulator_dtype", accumulator_dtype, API),
             axis_name=axis_name,
             mesh=mesh,
         )
         self: MultiSteps = super().__new__(cls, window.init, window.update)
         return self
 
-    def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # For copies: what `__new__` takes is not the tuple's fields.
-        window = self._window
-        given = (window.opt, window.every_k, window.use_grad_mean, window.should_skip)
-        keywords = {"axis_name": window.axis_name, "mesh": window.mesh}
-        return (*given, window.accumulator_dtype), keywords
+    def __copy__(self) -> MultiSteps:  # nothing of it can change
+        return self
+
+    def __deepcopy__(self, memo: Any) -> MultiSteps:
+        return self
 
     @property
     def _window(self) -> Window:
-        window: Window = self.init.__self__  # so a copy with other fields has it, and JAX's
-        return window
+        # Of the functions, so that one with another of them, by `_replace`, has it too.
+        given = (getattr(fun, "__self__", None) for fun in self)
+        return next(x for x in given if isinstance(x, Window))
 
     @property
     def inner_opt(self) -> optax.GradientTransformationExtraArgs:
@@ -197,20 +199,20 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
     def resize(self, state: Any, mesh: Mesh | AbstractMesh) -> Any:
         """Move a state to a mesh with another number of data devices, sums and weights kept.
 
-        To restore a checkpoint there, restore it with the shapes that it was saved with and move
-        it; the shapes are those of a state moved back:
+        To restore a checkpoint of 8 devices on 4, ask for the shapes that it was saved with, laid
+        out on the devices that are here, and move what is restored:
 
-            small = tx.init(params)                                   # on 4 devices
-            saved = jax.eval_shape(lambda s: tx.resize(s, mesh_of_8), small)
-            state = tx.resize(restore(path, saved), mesh_of_4)        # with shardings, for Orbax
+            saved = tx.resize(tx.init(params), jax.sharding.AbstractMesh((8,), ("dp",)))
+            state = tx.resize(checkpointer.restore(path, saved), mesh)
 
         Args:
           state: a state of this transformation, or any tree that holds such states (of a chain).
-          mesh: the mesh, with the data axes by the same names; abstract for shapes alone.
+          mesh: the mesh, with the data axes by the same names. An abstract one moves shapes alone.
 
         Returns:
-          The same tree with as many rows as `mesh` has data devices; concrete arrays lie on it,
-          split by the same specs as far as that divides.
+          The same tree with as many rows as `mesh` has data devices, on it, split by the same specs
+          as far as that divides. For an abstract mesh `jax.ShapeDtypeStruct`s, with shardings on
+          the mesh that `state` lies on: rows split if they divide, else whole on every device.
 
         Raises:
           ValueError: the mesh does not have the data axes.
@@ -284,9 +286,9 @@ def all_reduce_mean(
 
 
 def _checked_axes(api: str, axis_name: Any, mesh: Mesh | AbstractMesh | None) -> AxisName | None:
-    _checks.check_axis_name(axis_name)
+    _checks.check_axis_name(axis_name, api)
     if mesh is not None:
-        _checks.check_mesh(mesh)
+        _checks.check_mesh(mesh, api)
         check_axes(api, axis_name, mesh)
     axes: AxisName | None = tuple(axis_name) if isinstance(axis_name, list) else axis_name
     return axes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -112,10 +112,10 @@ def resize(tree: Any, kind: type, axis_name: AxisName | None, mesh: Mesh | Abstr
     """Moves a tree to a mesh: states of this kind, wherever they are, to as many rows as it has.
 
     Args:
-      tree: arrays, shapes, and states with `acc_grads` and `weight`.
+      tree: arrays, or shapes, and states with `acc_grads` and `weight`.
       kind: the type of the states.
       axis_name: the data axes of those that have rows.
-      mesh: the mesh.
+      mesh: the mesh; abstract: for shapes on the mesh that the arrays lie on.
     """
     axes = axis_tuple(axis_name)
     rows = math.prod(mesh.shape[a] for a in axes)
@@ -124,12 +124,10 @@ def resize(tree: Any, kind: type, axis_name: AxisName | None, mesh: Mesh | Abstr
         return isinstance(x, kind)
 
     def moved(x: Any) -> Any:
-        return _on_mesh(x, mesh, lambda own: own)
+        return _moved(x, jnp.shape(x), None, mesh)
 
     def moved_row(x: Any) -> Any:
-        return _on_mesh(
-            _resized(x, rows), mesh, lambda own: spec_of([axes, *_without(own[1:], axes)])
-        )
+        return _moved(x, (rows, *x.shape[1:]), axes, mesh)
 
     def node(x: Any) -> Any:
         if not is_state(x):
@@ -148,8 +146,46 @@ def resize(tree: Any, kind: type, axis_name: AxisName | None, mesh: Mesh | Abstr
     return walk(tree)
 
 
-def _without(spec: Any, axes: Sequence[str]) -> Dims:
-    dims = dims_of(PartitionSpec(*spec))
+def _moved(
+    x: Any, shape: tuple[int, ...], axes: tuple[str, ...] | None, mesh: Mesh | AbstractMesh
+) -> Any:
+    """Returns `x` with as many rows as `shape` has, on the mesh, split by its own spec otherwise.
+
+    `axes` are those of the rows; None: there are none, the shape is its own.
+    """
+    if isinstance(x, jax.core.Tracer):
+        return x if axes is None else _resized(x, shape[0])
+    sharding = getattr(x, "sharding", None)
+    here = sharding if isinstance(sharding, NamedSharding) else None
+    target = here.mesh if here is not None and isinstance(mesh, AbstractMesh) else mesh
+    dims = dims_of(here.spec if here is not None else PartitionSpec())
+    if axes is not None:
+        dims = (axes, *_without(dims[1:], axes))
+    to = None
+    if isinstance(target, Mesh):
+        to = NamedSharding(target, _fitting(dims, shape, target))
+    if isinstance(mesh, AbstractMesh) or isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=to)
+    if axes is not None:
+        if here is not None:  # as Auto, where shapes may change
+            auto = Mesh(here.mesh.devices, here.mesh.axis_names)
+            x = jax.device_put(x, NamedSharding(auto, here.spec))
+        x = _resized(x, shape[0])
+    return jax.device_put(x, to)
+
+
+def _fitting(dims: Dims, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """Returns the spec of those dimensions that the mesh's axes divide."""
+    dims = only((*dims, *[()] * (len(shape) - len(dims))), mesh.axis_names)
+    return spec_of(
+        [
+            d if size % math.prod(mesh.shape[a] for a in d) == 0 else ()
+            for d, size in zip(dims, shape, strict=True)
+        ]
+    )
+
+
+def _without(dims: Dims, axes: Sequence[str]) -> Dims:
     return only(dims, set(axes_in(dims)).difference(axes))
 
 
@@ -163,20 +199,3 @@ def _resized(x: jax.Array, rows: int) -> jax.Array:
     group = -(-old // rows)
     padded = jnp.pad(x, [(0, group * rows - old), *rest])
     return padded.reshape(rows, group, *x.shape[1:]).sum(1)
-
-
-def _on_mesh(
-    x: Any, mesh: Mesh | AbstractMesh, spec: Callable[[PartitionSpec], PartitionSpec]
-) -> Any:
-    """Puts a concrete array on a mesh, split by `spec` of its own spec as far as that divides."""
-    if isinstance(x, jax.core.Tracer) or not isinstance(mesh, Mesh) or not hasattr(x, "shape"):
-        return x
-    sharding = getattr(x, "sharding", None)
-    own = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-    own = PartitionSpec(*own, *[None] * (x.ndim - len(own)))
-    dims = only(dims_of(spec(own)), mesh.axis_names)
-    fitting = [
-        d if size % math.prod(mesh.shape[a] for a in d) == 0 else ()
-        for d, size in zip(dims, x.shape, strict=True)
-    ]
-    return jax.device_put(x, NamedSharding(mesh, spec_of(fitting)))

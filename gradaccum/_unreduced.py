@@ -35,7 +35,8 @@ class Unreduced:
         mean = sum over rows of `sum` / sum over rows of `weight`
 
     One stands for each leaf of the gradients, so that `optax.masked` and `optax.multi_transform`
-    can select (by trees of masks and labels; functions would see inside it). It goes to
+    can select (by trees of masks and labels; functions would see inside it; what they leave out
+    stays unreduced: freeze parameters inside `MultiSteps`, not beside it). It goes to
     `gradaccum.MultiSteps`, `gradaccum.all_reduce_mean`, `gradaccum.mean` or `gradaccum.add`. Other
     transformations, which would clip or scale rows and weights instead of the mean, raise: JAX's
     TypeError (it speaks of float0) or optax's error of a structure that it does not know.
@@ -43,8 +44,8 @@ class Unreduced:
     Attributes:
       sum: `[n, *shape]`, row i on the i-th data device: its sum of weight times value. Inside a
         `jax.shard_map` over the data axes `[1, *shape]`, this device's row.
-      weight: float32 `[n]`, what the rows add up to: microbatches, or `weight_fn`'s unit (fractions
-        are rounded to it). One array for all leaves of one call's gradients.
+      weight: float32 `[n]`, what the rows add up to: examples, or `weight_fn`'s unit (rounded to
+        float32). One array for all leaves of one call's gradients.
       axis_name: the data axis or axes.
       awaited: how the mean is to be taken; the default is an all-reduce in the sum's dtype.
       guard: an array of float0, which no arithmetic accepts; made if not given.

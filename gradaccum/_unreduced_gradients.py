@@ -29,14 +29,15 @@ def unreduced_value_and_grad(
 ) -> Callable[..., Any]:
     """Compute a loss and its gradients without the cross-device mean, for `MultiSteps` to take.
 
-    Over the k microbatches of one call on data device d, with weights w (1 without `weight_fn`):
+    Over the k microbatches of one call on data device d, with weights w (without `weight_fn`, the
+    number of its examples):
 
         sum[d] = sum(w_i * value_i),   weight[d] = sum(w_i),   i < k
 
     for the loss and every gradient, so that `sum(sum) / sum(weight)` over devices and calls is the
-    full batch's value (calls count by their microbatches: where their batches differ in size, give
-    a `weight_fn`). With `loss_reduction="sum"` the weight is 1/n: the mean is the sum over one
-    call's microbatches and devices, averaged over calls.
+    full batch's value, also of calls whose batches differ in size. With `loss_reduction="sum"` the
+    weight is 1/n: the mean is the sum over one call's microbatches and devices, averaged over
+    calls.
 
     Communication: none, except what the loss itself does, and one all-gather of each parameter
     that `in_specs` splits over a data axis.
@@ -112,11 +113,21 @@ class _Form:
 def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
     """Accumulates this device's microbatches: everything becomes a row."""
     options, where = call.options, call.where
-    one = _call.accumulate(call, layouts, arrays, scale=1.0, replicated=False)
+    k, mean = options.microbatches, options.loss_reduction == "mean"
+    roles = zip(arrays, call.form.roles, strict=True)
+    examples = next(x.shape[0] for x, role in roles if role is Role.BATCH) // k
+    factor = examples if options.weight_fn is None else 1  # the weight of a microbatch, beside w
+    one = _call.accumulate(
+        call, layouts, arrays, scale=float(factor) if mean else 1.0, replicated=False
+    )
     found.append(one)
     sums = one.sums
-    count = jnp.float32(options.microbatches) if sums.weight is None else sums.weight
-    weight = jnp.float32(1 / where.size) if options.loss_reduction == "sum" else count
+    count = jnp.float32(k * factor) if sums.weight is None else sums.weight
+    weight = count if mean else jnp.float32(1 / where.size)
+    aux = [
+        x if x is None or kind is AccumulationType.SUM else x * factor
+        for kind, x in zip(one.aux_types, sums.aux, strict=True)
+    ]
     typed = where.axis_names if is_typed(where.axis_names) else ()
 
     def row(x: Any) -> Any:
@@ -125,10 +136,10 @@ def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -
     return {
         "shared": {},
         "rows": {
-            "loss": row(sums.loss),
+            "loss": row(sums.loss * factor if mean else sums.loss),
             "weight": row(weight.astype(jnp.float32)),
             "count": row(count.astype(jnp.float32)),
-            "aux": [row(x) for x in sums.aux],
+            "aux": [row(x) for x in aux],
             "concat": jax.tree.map(merge, one.own.aux),
         },
         "grads": [row(g) for g in sums.grads],

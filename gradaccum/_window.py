@@ -5,45 +5,32 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from gradaccum import _contracts, _unreduced_checks
+from gradaccum import _contracts
 from gradaccum._given import read
 from gradaccum._means import Awaited, means
-from gradaccum._mesh import AxisName, DataMesh, vary, varying_axes
+from gradaccum._mesh import AxisName, DataMesh
 from gradaccum._reduce import any_device, narrow
 from gradaccum._rows import find_mesh, mesh_of, settle, zero_rows, zeros
+from gradaccum._state import MultiStepsState, as_before, own_buffers, strong, zeros_of
+from gradaccum._unreduced import Unreduced, is_unreduced
+from gradaccum._window_checks import (
+    check_accumulators,
+    check_extra,
+    check_our_state,
+    check_parameters,
+    check_skip,
+    check_skip_state,
+    check_steps,
+)
 
 API = "MultiSteps"
-
-
-class MultiStepsState(NamedTuple):
-    """The state of `gradaccum.MultiSteps`: optax's fields by optax's names, then ours.
-
-    Attributes:
-      mini_step: int32 `[]`, the calls that the open window holds.
-      gradient_step: int32 `[]`, the steps taken.
-      inner_opt_state: the state of the wrapped optimizer.
-      acc_grads: what the open window adds up to, in the structure of the parameters: `[*shape]`,
-        with `axis_name` `[n, *shape]`, one row a data device.
-      skip_state: what `should_skip_update_fn` returned last.
-      weight: what `acc_grads` is to be divided by, float32: the number of calls `[]`; or
-        `[n, leaves]`, the sum of each leaf's `Unreduced.weight`.
-      updated: bool `[]`, whether the last call made a step.
-    """
-
-    mini_step: jax.Array
-    gradient_step: jax.Array
-    inner_opt_state: Any
-    acc_grads: Any
-    skip_state: Any
-    weight: jax.Array
-    updated: jax.Array
 
 
 def schedule_of(every_k: Any) -> Callable[[Any], Any]:
@@ -61,7 +48,7 @@ def schedule_of(every_k: Any) -> Callable[[Any], Any]:
             "gradient step that returns one, in calls."
         )
     if not isinstance(every_k, jax.core.Tracer):
-        _unreduced_checks.check_steps(every_k, "0 and after")
+        check_steps(every_k, "0 and after")
     return lambda gradient_step: every_k
 
 
@@ -92,7 +79,7 @@ class Window:
         skip_state: Any = ()
         if self.should_skip is not None:
             _, skip_state = self._skip(optax.tree.zeros_like(params), step, params)
-        inner, skip_state = jax.tree.map(_strong, (self.opt.init(params), skip_state))
+        inner, skip_state = jax.tree.map(strong, (self.opt.init(params), skip_state))
         state = MultiStepsState(
             mini_step=jnp.zeros((), jnp.int32),
             gradient_step=step,
@@ -103,12 +90,13 @@ class Window:
             updated=jnp.zeros((), bool),
         )
         self._steps(step)
-        settled: MultiStepsState = settle(_own_buffers(state, params), mesh_of(acc))
+        settled: MultiStepsState = settle(own_buffers(state, params), mesh_of(acc))
         return settled
 
     def update(
         self, updates: Any, state: MultiStepsState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, MultiStepsState]:
+        check_our_state(state)
         given = read(API, updates, self.axis_name, self.mesh)
         tree: Any
         acc, tree = jax.tree.flatten(state.acc_grads)
@@ -116,9 +104,7 @@ class Window:
             jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state.acc_grads)
         ]
         shapes = [(x.shape, a.shape) for x, a in zip(given.sums, acc, strict=False)]
-        _unreduced_checks.check_accumulators(
-            API, given.tree, tree, dict(zip(paths, shapes, strict=False))
-        )
+        check_accumulators(API, given.tree, tree, dict(zip(paths, shapes, strict=False)))
         k = self._steps(state.gradient_step)
         added = state._replace(
             mini_step=optax.safe_increment(state.mini_step),
@@ -138,7 +124,7 @@ class Window:
                 )
                 for name in ("mini_step", "acc_grads", "weight")
             }
-            skip_state = jax.tree.map(_as_before, skip_state, state.skip_state)
+            skip_state = jax.tree.map(as_before, skip_state, state.skip_state)
             added = added._replace(skip_state=skip_state, **kept)
             full = full & ~skip
         return self._close(added, full, given.awaited, given.where, params, extra_args)
@@ -146,6 +132,7 @@ class Window:
     def flush(
         self, state: MultiStepsState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, MultiStepsState]:
+        check_our_state(state)
         acc = jax.tree.leaves(state.acc_grads)
         where = None
         if self.axis_name is not None:
@@ -157,7 +144,7 @@ class Window:
             own = [a.shape if where is None else a.shape[1:] for a in acc]
             paths = [jax.tree_util.keystr(path) for path, _ in keyed]
             shapes = [(x.shape, shape) for x, shape in zip(like, own, strict=False)]
-            _unreduced_checks.check_parameters(
+            check_parameters(
                 tree, jax.tree.structure(state.acc_grads), dict(zip(paths, shapes, strict=False))
             )
         awaited = tuple(Awaited(dtype=x.dtype) for x in like)
@@ -178,47 +165,62 @@ class Window:
         are the same on all devices.
         """
 
-        def step(grads: Any, state: MultiStepsState) -> tuple[Any, MultiStepsState]:
-            updates, inner = self.opt.update(grads, state.inner_opt_state, params, **extra_args)
-            inner = jax.tree.map(_as_before, inner, state.inner_opt_state)
+        form: Any
+        extras, form = jax.tree.flatten(extra_args, is_leaf=is_unreduced)
+        rows = [x for x in extras if is_unreduced(x)]
+        check_extra(API, rows, where)
+
+        def step(grads: Any, extra: Any, state: MultiStepsState) -> tuple[Any, MultiStepsState]:
+            updates, inner = self.opt.update(grads, state.inner_opt_state, params, **extra)
+            inner = jax.tree.map(as_before, inner, state.inner_opt_state)
             count = optax.safe_increment(state.gradient_step)
             done = jnp.ones((), bool)
             return updates, state._replace(gradient_step=count, inner_opt_state=inner, updated=done)
 
         def taken(state: MultiStepsState) -> tuple[Any, MultiStepsState]:
-            grads = self._mean(state, awaited, where)
+            grads, reduced = self._mean(state, awaited, where, rows)
             opened = state._replace(
                 mini_step=jnp.zeros((), jnp.int32),
-                acc_grads=jax.tree.map(_zeros_of, state.acc_grads),
-                weight=_zeros_of(state.weight),
+                acc_grads=jax.tree.map(zeros_of, state.acc_grads),
+                weight=zeros_of(state.weight),
                 updated=jnp.zeros((), bool),
             )
+
+            def apply(grads: Any, state: MultiStepsState) -> tuple[Any, MultiStepsState]:
+                means = iter(reduced)
+                extra = form.unflatten([next(means) if is_unreduced(x) else x for x in extras])
+                return step(grads, extra, state)
+
             if where is None or self.should_skip is None:
-                return step(grads, opened)
+                return apply(grads, opened)
             skip, skip_state = self._skip(grads, state.gradient_step, params)
             skip = any_device(skip, where, split=any(a.layout.cut for a in awaited))
-            _unreduced_checks.check_skip_state(skip_state, state.skip_state)
-            skip_state = jax.tree.map(_as_before, skip_state, state.skip_state)
+            check_skip_state(skip_state, state.skip_state)
+            skip_state = jax.tree.map(as_before, skip_state, state.skip_state)
             opened = opened._replace(skip_state=skip_state)
-            shapes = jax.eval_shape(step, grads, opened)[0]
+            shapes = jax.eval_shape(apply, grads, opened)[0]
             out: tuple[Any, MultiStepsState] = jax.lax.cond(
-                skip, lambda _, s: (jax.tree.map(_zeros_of, shapes), s), step, grads, opened
+                skip, lambda _, s: (jax.tree.map(zeros_of, shapes), s), apply, grads, opened
             )
             return out
 
         shapes = jax.eval_shape(taken, state)[0]
 
         def waiting(state: MultiStepsState) -> tuple[Any, MultiStepsState]:
-            return jax.tree.map(_zeros_of, shapes), state._replace(updated=jnp.zeros((), bool))
+            return jax.tree.map(zeros_of, shapes), state._replace(updated=jnp.zeros((), bool))
 
         updates, after = jax.lax.cond(full, taken, waiting, state)
         _contracts.check_state(after, state)
         return updates, after
 
     def _mean(
-        self, state: MultiStepsState, awaited: Sequence[Awaited], where: DataMesh | None
-    ) -> Any:
-        """Returns the window's gradient, whole: its one reduction, for rows."""
+        self,
+        state: MultiStepsState,
+        awaited: Sequence[Awaited],
+        where: DataMesh | None,
+        extras: Sequence[Unreduced],
+    ) -> tuple[Any, list[jax.Array]]:
+        """Returns the window's gradient and the means of `extras`: the one reduction, of rows."""
         tree: Any
         sums, tree = jax.tree.flatten(state.acc_grads)
         weight = state.weight
@@ -228,12 +230,17 @@ class Window:
                 (x / divisor.astype(x.dtype)).astype(a.dtype)
                 for x, a in zip(sums, awaited, strict=True)
             ]
-            return tree.unflatten(values)
+            return tree.unflatten(values), []
         if not self.use_grad_mean:  # the mean, as many times as there were calls
             weight = weight / state.mini_step.astype(weight.dtype)
+        count = len(sums)
+        sums = [*sums, *(x.sum for x in extras)]
         if not sums:
-            return tree.unflatten([])
-        return tree.unflatten(means(sums, [weight], range(len(sums)), awaited, where))
+            return tree.unflatten([]), []
+        weights = [weight, *(x.weight for x in extras)]
+        ways = [*awaited, *(x.awaited for x in extras)]
+        values = means(sums, weights, range(len(sums)), ways, where)
+        return tree.unflatten(values[:count]), values[count:]
 
     def _accumulator_of(self, dtype: Any) -> Any:
         if self.accumulator_dtype is None:
@@ -244,40 +251,9 @@ class Window:
         """Returns k, checked where it is known."""
         k = self.every_k(gradient_step)
         if not isinstance(k, jax.core.Tracer):
-            _unreduced_checks.check_steps(k, gradient_step)
+            check_steps(k, gradient_step)
         return k
 
     def _skip(self, updates: Any, gradient_step: Any, params: Any) -> tuple[jax.Array, Any]:
         assert self.should_skip is not None
-        return _unreduced_checks.check_skip(self.should_skip(updates, gradient_step, params))
-
-
-def _zeros_of(x: Any) -> jax.Array:
-    return vary(jnp.zeros_like(x), varying_axes(x))
-
-
-def _as_before(new: Any, old: Any) -> Any:
-    """Returns the new leaf of a state in the old one's dtype."""
-    new = _strong(new)
-    return new if new.dtype == old.dtype else new.astype(old.dtype)
-
-
-def _strong(x: Any) -> Any:
-    """Returns a leaf as an array without weak type, so that a step does not change its type."""
-    x = jnp.asarray(x)
-    weak = getattr(jax.typeof(x), "weak_type", False)
-    return jax.lax.convert_element_type(x, x.dtype) if weak else x
-
-
-def _own_buffers(state: MultiStepsState, params: Any) -> MultiStepsState:
-    """Copies arrays that the state shares with the parameters, or has twice: it can be donated."""
-    seen = {id(x) for x in jax.tree.leaves(params)}
-
-    def own(x: Any) -> Any:
-        if id(x) in seen and not isinstance(x, jax.core.Tracer):
-            x = jnp.copy(x)
-        seen.add(id(x))
-        return x
-
-    owned: MultiStepsState = jax.tree.map(own, state)
-    return owned
+        return check_skip(self.should_skip(updates, gradient_step, params))

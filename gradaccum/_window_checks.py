@@ -1,0 +1,118 @@
+"""What `MultiSteps` checks of its gradients, parameters, schedule and skips."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradaccum._mesh import DataMesh, varying_axes
+from gradaccum._unreduced_checks import check_no_rows, check_rows, check_untouched, kind_of
+
+_MOST = np.iinfo(np.int32).max  # what the counters hold
+
+
+def check_accumulators(api: str, tree: Any, wanted: Any, got: Mapping[str, Any]) -> None:
+    """Raises ValueError unless gradients have the structure and shapes of the accumulators.
+
+    Args:
+      api: what raises.
+      tree: the structure of the gradients.
+      wanted: that of the accumulators.
+      got: by path, the shapes of each gradient and its accumulator.
+    """
+    if tree != wanted:
+        raise ValueError(
+            f"{api}: the gradients have the structure {tree}, the parameters given to init had "
+            f"{wanted}. Give gradients of the same parameters."
+        )
+    bad = [f"{p} has {tuple(g)}, its accumulator {tuple(a)}" for p, (g, a) in got.items() if g != a]
+    if bad:
+        raise ValueError(
+            f"{api}: shapes differ (with axis_name the first size is the rows, one a data device): "
+            f"{'; '.join(bad)}. Give gradients of the parameters given to init; for another number "
+            "of devices move the state with resize(state, mesh)."
+        )
+
+
+def check_skip_state(new: Any, old: Any) -> None:
+    """Raises TypeError if a skip_state varies over axes that the old one does not vary over."""
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=False)
+    axes = {a for x, y in pairs for a in varying_axes(x) - varying_axes(y)}
+    if axes:
+        names = ", ".join(map(repr, sorted(axes)))
+        raise TypeError(
+            f"MultiSteps: the skip_state of should_skip_update_fn varies over {names}: it was "
+            "computed from one device's shard. Reduce it there, e.g. jax.lax.psum over that axis."
+        )
+
+
+def check_parameters(tree: Any, wanted: Any, shapes: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the parameters given to `flush` are those given to `init`."""
+    if tree != wanted:
+        raise ValueError(
+            f"MultiSteps.flush: params have the structure {tree}, those given to init had {wanted}."
+        )
+    bad = [
+        f"{p} has {tuple(x)}, its accumulator {tuple(a)}" for p, (x, a) in shapes.items() if x != a
+    ]
+    if bad:
+        raise ValueError(
+            f"MultiSteps.flush: params of other shapes than those given to init: {'; '.join(bad)}. "
+            "(Inside a shard_map that splits them over the data axes: flush outside of it.)"
+        )
+
+
+def check_steps(value: Any, gradient_step: Any) -> None:
+    """Raises ValueError unless a k that is known is a whole number >= 1."""
+    known = np.asarray(value)
+    number = known.shape == () and known.dtype != bool and np.issubdtype(known.dtype, np.number)
+    if not number or not 1 <= known <= _MOST or known != int(known):
+        at = (
+            ""
+            if isinstance(gradient_step, jax.core.Tracer)
+            else f" at gradient step {gradient_step}"
+        )
+        raise ValueError(
+            f"MultiSteps: every_k_schedule gives k = {value!r}{at}; it must be a whole number "
+            ">= 1 (and < 2**31), in calls."
+        )
+
+
+def check_skip(returned: Any) -> tuple[jax.Array, Any]:
+    """Returns what `should_skip_update_fn` returned, or raises ValueError."""
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise ValueError(
+            f"MultiSteps: should_skip_update_fn returned {kind_of(returned)}; it must return "
+            "a pair: a boolean scalar array, and a tree to keep as skip_state."
+        )
+    value, skip_state = jnp.asarray(returned[0]), returned[1]
+    if value.dtype != jnp.bool_ or value.shape != ():
+        raise ValueError(
+            f"MultiSteps: should_skip_update_fn returned {value.dtype}{list(value.shape)}; it must "
+            "return a boolean scalar array, and a tree to keep as skip_state."
+        )
+    return value, skip_state
+
+
+def check_extra(api: str, rows: Sequence[Any], where: DataMesh | None) -> None:
+    """Raises unless `Unreduced` values among the extra arguments can be reduced here."""
+    if where is None:
+        check_no_rows(api, ["an extra argument"] * len(rows[:1]))
+        return
+    check_untouched(api, ["an extra argument"] * any(not x.is_whole() for x in rows))
+    if rows:
+        check_rows(api, {x.sum.shape[0] for x in rows}, where)
+
+
+def check_our_state(state: Any) -> None:
+    """Raises TypeError for a state that is not of `MultiSteps`."""
+    if not hasattr(state, "weight") or not hasattr(state, "updated"):
+        raise TypeError(
+            f"MultiSteps: the state is a {type(state).__name__}; give what init, update or resize "
+            "returned. From optax.MultiSteps one moves over between two windows: "
+            "tx.init(params)._replace(gradient_step=..., inner_opt_state=...)."
+        )

@@ -26,6 +26,7 @@ class Awaited:
       dtype: of the mean; None: of the sum (float32 for integers).
       total: it is the sum over devices and calls instead, weights aside.
       reduce_dtype: on the wire; None: the sum's.
+      scale: of the sum on the wire, about 1/weight: a narrow dtype would not hold the sum itself.
       layout: how the mean lies on the manual axes.
       manual: the model axes that are manual in the reduction.
       automatic: the other model axes.
@@ -36,6 +37,7 @@ class Awaited:
     dtype: Any = None
     total: bool = False
     reduce_dtype: Any = None
+    scale: float = dataclasses.field(default=1.0, compare=False)  # of any size the mean is the same
     layout: Layout = Layout()  # noqa: RUF009 (immutable)
     manual: tuple[str, ...] = ()
     automatic: tuple[str, ...] = ()
@@ -68,6 +70,7 @@ class _Reduction:
                 where,
                 layouts,
                 [a.reduce_dtype for a in awaited],
+                [1.0 if a.reduce_dtype is None else a.scale for a in awaited],
             )
 
         if where.axis_names and not where.manual:

@@ -100,7 +100,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
       ...     return optax.apply_updates(w, updates), state
       >>> for x in jnp.ones((4, 16, 3)):
       ...     w, state = train_step(w, state, x)
-      ...     print(bool(tx.has_updated(state)), w.round(2).tolist())
+      ...     print(bool(tx.has_updated(state)), [round(float(x), 2) for x in w])
       False [1.0, 1.0, 1.0]
       True [0.4, 0.4, 0.4]
       False [0.4, 0.4, 0.4]
@@ -144,7 +144,10 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
     def _window(self) -> Window:
         # Of the functions, so that one with another of them, by `_replace`, has it too.
         given = (getattr(fun, "__self__", None) for fun in self)
-        return next(x for x in given if isinstance(x, Window))
+        found = [x for x in given if isinstance(x, Window)]
+        if not found:
+            raise AttributeError(f"{API}: both of its functions were replaced; it has no more.")
+        return found[0]
 
     @property
     def inner_opt(self) -> optax.GradientTransformationExtraArgs:

@@ -200,6 +200,7 @@ def mean_of_rows(
     where: DataMesh,
     layouts: Layouts,
     reduce_dtypes: Sequence[Any],
+    scales: Sequence[float],
 ) -> list[jax.Array]:
     """Takes the one mean of rows that were accumulated before.
 
@@ -210,19 +211,23 @@ def mean_of_rows(
       where: the data axes.
       layouts: how each mean is to lie.
       reduce_dtypes: each row's dtype on the wire, or None.
+      scales: what each row is multiplied by before it.
     """
-    own = Sums(None, weights, [], list(rows))
+    scaled = [
+        g if s == 1 else g * jnp.asarray(s, g.dtype) for g, s in zip(rows, scales, strict=True)
+    ]
+    own = Sums(None, weights, [], scaled)
     total = reduce_sum(own, where, layouts, reduce_dtypes)
     empty = total.weight == 0
     divisors = jnp.where(empty, 1, total.weight)
 
-    def mean(g: jax.Array, i: int | None) -> jax.Array:
+    def mean(g: jax.Array, i: int | None, scale: float) -> jax.Array:
         if i is None:
             return g
         wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))  # a weight may overflow float16
-        return jnp.where(empty[i], 0, wide / divisors[i].astype(wide.dtype))
+        return jnp.where(empty[i], 0, wide / (divisors[i] * scale).astype(wide.dtype))
 
-    return [mean(g, i) for g, i in zip(total.grads, which, strict=True)]
+    return [mean(g, i, s) for g, i, s in zip(total.grads, which, scales, strict=True)]
 
 
 def any_device(flag: jax.Array, where: DataMesh, *, split: bool) -> jax.Array:

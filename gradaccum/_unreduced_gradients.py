@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,8 @@ def unreduced_value_and_grad(
       argnums: the positional argument or arguments to differentiate. Not batch ones: their
         gradient belongs to one device and has no mean.
       **options: those of `gradaccum.accumulate`; `microbatches` here is 1 if not given: the batch
-        of a call is one microbatch a device. `in_specs`, `grad_specs` and `reduce_dtype` say how
+        of a call is one microbatch a device (an `accumulator_dtype` holds sums over examples:
+        float16 overflows early). `in_specs`, `grad_specs` and `reduce_dtype` say how
         the mean, once it is taken, is reduced and laid out.
 
     Returns:
@@ -110,6 +111,13 @@ class _Form:
     rows: int
 
 
+class _Found(NamedTuple):
+    """What a trace of one device learned."""
+
+    device: _call.OneDevice
+    weight: int  # of its row, by a count of microbatches or examples
+
+
 def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
     """Accumulates this device's microbatches: everything becomes a row."""
     options, where = call.options, call.where
@@ -120,7 +128,7 @@ def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -
     one = _call.accumulate(
         call, layouts, arrays, scale=float(factor) if mean else 1.0, replicated=False
     )
-    found.append(one)
+    found.append(_Found(one, k * factor if mean else k))
     sums = one.sums
     count = jnp.float32(k * factor) if sums.weight is None else sums.weight
     weight = count if mean else jnp.float32(1 / where.size)
@@ -150,7 +158,7 @@ def _trace(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any]
     call, layouts = _call.prepare(call, arrays)
     options, where = call.options, call.where
     wanted = call.differentiated or (False,) * len(arrays)
-    found: list[_call.OneDevice] = []
+    found: list[_Found] = []
     out = shard_over_data(
         functools.partial(_local, call, layouts, found),
         where,
@@ -164,6 +172,7 @@ def _trace(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any]
         Awaited(
             dtype=x.dtype,
             reduce_dtype=options.reduce_dtype,
+            scale=1 / (found[-1].weight * where.size),
             layout=_outside(layout) if where.manual else layout,
             manual=layouts.manual,
             automatic=layouts.automatic,
@@ -177,9 +186,9 @@ def _trace(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any]
     axes = where.axis_names
     form = _Form(
         awaited=awaited,
-        aux_tree=found[-1].aux_tree,
-        aux_types=found[-1].aux_types,
-        dtypes=tuple(found[-1].dtypes),
+        aux_tree=found[-1].device.aux_tree,
+        aux_types=found[-1].device.aux_types,
+        dtypes=tuple(found[-1].device.dtypes),
         axis_name=axes[0] if len(axes) == 1 else axes or None,
         rows=1 if where.manual else where.size,
     )

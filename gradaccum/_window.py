@@ -96,12 +96,13 @@ class Window:
     def update(
         self, updates: Any, state: MultiStepsState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, MultiStepsState]:
-        check_our_state(state)
+        check_our_state(state, rows=self.axis_name is not None)
         given = read(API, updates, self.axis_name, self.mesh)
         tree: Any
         acc, tree = jax.tree.flatten(state.acc_grads)
         paths = [
-            jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state.acc_grads)
+            jax.tree_util.keystr(p) or "the gradient"
+            for p, _ in jax.tree_util.tree_leaves_with_path(state.acc_grads)
         ]
         shapes = [(x.shape, a.shape) for x, a in zip(given.sums, acc, strict=False)]
         check_accumulators(API, given.tree, tree, dict(zip(paths, shapes, strict=False)))
@@ -132,7 +133,7 @@ class Window:
     def flush(
         self, state: MultiStepsState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, MultiStepsState]:
-        check_our_state(state)
+        check_our_state(state, rows=self.axis_name is not None)
         acc = jax.tree.leaves(state.acc_grads)
         where = None
         if self.axis_name is not None:
@@ -142,7 +143,7 @@ class Window:
             keyed, tree = jax.tree_util.tree_flatten_with_path(params)
             like = [jnp.asarray(x) for _, x in keyed]
             own = [a.shape if where is None else a.shape[1:] for a in acc]
-            paths = [jax.tree_util.keystr(path) for path, _ in keyed]
+            paths = [jax.tree_util.keystr(path) or "the parameter" for path, _ in keyed]
             shapes = [(x.shape, shape) for x, shape in zip(like, own, strict=False)]
             check_parameters(
                 tree, jax.tree.structure(state.acc_grads), dict(zip(paths, shapes, strict=False))

@@ -108,11 +108,17 @@ def check_extra(api: str, rows: Sequence[Any], where: DataMesh | None) -> None:
         check_rows(api, {x.sum.shape[0] for x in rows}, where)
 
 
-def check_our_state(state: Any) -> None:
-    """Raises TypeError for a state that is not of `MultiSteps`."""
+def check_our_state(state: Any, *, rows: bool) -> None:
+    """Raises TypeError for a state that is not of `MultiSteps`, or of one with other rows."""
     if not hasattr(state, "weight") or not hasattr(state, "updated"):
         raise TypeError(
             f"MultiSteps: the state is a {type(state).__name__}; give what init, update or resize "
             "returned. From optax.MultiSteps one moves over between two windows: "
             "tx.init(params)._replace(gradient_step=..., inner_opt_state=...)."
+        )
+    if rows != (state.weight.ndim > 0):
+        made, used = ("without", "with") if rows else ("with", "without")
+        raise TypeError(
+            f"MultiSteps: the state was made {made} axis_name and is used {used} it. Give "
+            "axis_name in both places or in none."
         )

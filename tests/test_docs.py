@@ -7,6 +7,10 @@ import pathlib
 import pkgutil
 import re
 
+import helpers
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import gradaccum
@@ -77,3 +81,32 @@ def test_importing_has_no_side_effect():
         "jax.config.update('jax_platforms', 'cpu'); assert jax.device_count() == 3\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)
+
+
+def test_the_readmes_two_lines_change_multisteps_and_nothing_else():
+    text = (ROOT / "README.md").read_text()
+    diff = next(d for d in re.findall(r"```diff\n(.*?)```", text, flags=re.S) if "MultiSteps" in d)
+    before, after = ([s[1:] for s in diff.splitlines() if s[0] == sign] for sign in "-+")
+    assert len(before) == len(after) == 2
+    mesh = jax.make_mesh((8,), ("dp",))
+    trained = []
+    for lines in (before, after):
+        names = {"jax": jax, "optax": optax, "gradaccum": gradaccum, "mesh": mesh}
+        names["loss_fn"] = lambda params, x: jnp.mean((x @ params["w"] - 1) ** 2)
+        exec("\n".join(lines), names)
+        grad_fn, tx = names["grad_fn"], names["tx"]
+
+        @jax.jit
+        def train_step(params, opt_state, batch, grad_fn=grad_fn, tx=tx):
+            _, grads = grad_fn(params, batch)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        params = {"w": jnp.ones((3,))}
+        opt_state = tx.init(params)
+        for call in range(16):
+            batch = jax.random.normal(jax.random.key(call), (16, 3))
+            params, opt_state = train_step(params, opt_state, batch)
+        trained.append(params)
+    assert float(jnp.max(jnp.abs(trained[0]["w"] - 1))) > 1e-4
+    helpers.assert_close(trained[1], trained[0], within=1e-6)

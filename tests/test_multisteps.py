@@ -149,7 +149,7 @@ WAYS = {
 }
 
 
-def check(way, k, calls, reduction="mean", windows=None, **options):
+def assert_trains_as_full_batches(way, k, calls, reduction="mean", windows=None, **options):
     params, batch = make(calls)
     tx = way.tx(MOMENTUM, k, **options)
     got, state, updated = way.run(tx, params, batch, reduction)
@@ -165,20 +165,20 @@ def check(way, k, calls, reduction="mean", windows=None, **options):
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_equal_a_full_batch_run(way):
     """Two windows of three calls and the start of a third."""
-    check(WAYS[way], 3, 7, windows=[3, 3])
+    assert_trains_as_full_batches(WAYS[way], 3, 7, windows=[3, 3])
 
 
 @pytest.mark.parametrize("way", ["plain", "mesh", "local typed"])
 @pytest.mark.parametrize("k", [1, 2])
 def test_the_sum_over_calls(way, k):
-    check(WAYS[way], k, 4, use_grad_mean=False)
+    assert_trains_as_full_batches(WAYS[way], k, 4, use_grad_mean=False)
 
 
 @pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
 @pytest.mark.parametrize("way", ["mesh", "mp", "local rows"])
 def test_calls_of_unequal_weights(way, mean):
     """sum(w * gradient) / sum(w) over calls and devices, some of which have no token."""
-    check(WAYS[way], 3, 6, "tokens", use_grad_mean=mean)
+    assert_trains_as_full_batches(WAYS[way], 3, 6, "tokens", use_grad_mean=mean)
 
 
 def test_calls_of_unequal_sizes():
@@ -196,7 +196,7 @@ def test_calls_of_unequal_sizes():
 def test_a_schedule_makes_windows_of_what_they_hold(way, static):
     ks = [2, 1, 3]
     schedule = (lambda n: jnp.asarray(ks)[n]) if static else (lambda n: 2 + (n == 2) - (n == 1))
-    check(WAYS[way], schedule, 6, windows=ks)
+    assert_trains_as_full_batches(WAYS[way], schedule, 6, windows=ks)
 
 
 @pytest.mark.parametrize("way", ["plain", "mesh"])

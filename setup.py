@@ -16,6 +16,7 @@ TEST = [
     "pytest>=8",
     "hypothesis>=6.100",
     "flax>=0.12",
+    "orbax-checkpoint>=0.11",
     "dm-haiku>=0.0.16",
     "equinox>=0.13",
 ]

@@ -8,17 +8,28 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
 
-from absl_apps import flag_parsing
-from absl_apps.bench_steps import CONTENDERS, DEFAULT, OURS
+from absl_apps import bench_calls, bench_steps, flag_parsing
+from absl_apps.bench_problem import OURS, Problem
 
+PROBLEMS = {"steps": Problem, "calls": bench_calls.Calls}
+CONTENDERS = {"steps": bench_steps.CONTENDERS, "calls": bench_calls.CONTENDERS}
+DEFAULTS = {"steps": bench_steps.DEFAULT, "calls": bench_calls.DEFAULT}
 DTYPES = ["float32", "bfloat16"]
 GROUPS = {  # the order of --help; a test keeps it complete
-    "Step": ("grad_acc_steps", "batch_size", "d_model", "n_layer", "dp", "num_slices", "dtype"),
+    "Step": (
+        "problem",
+        "grad_acc_steps",
+        "batch_size",
+        "d_model",
+        "n_layer",
+        "dp",
+        "num_slices",
+        "dtype",
+    ),
     "Measurement": ("contenders", "rounds", "program_size", "topology", "donate"),
     "Output": ("json",),
 }
@@ -31,10 +42,18 @@ def define(values: flags.FlagValues) -> None:
     def integer(name: str, default: int, text: str) -> None:
         flags.DEFINE_integer(name, default, text, lower_bound=1, flag_values=values)
 
-    integer("grad_acc_steps", 64, "Microbatches a step, on each device.")
-    integer("batch_size", 512, "Rows a step, over all devices and microbatches.")
-    integer("d_model", 512, "Width of a layer.")
-    integer("n_layer", 8, "Layers, in a scan.")
+    flags.DEFINE_enum(
+        "problem",
+        "steps",
+        list(PROBLEMS),
+        "steps: layers in a scan, sgd, all microbatches in one step. calls: MLPs, adamw, a window "
+        "of calls with one microbatch each.",
+        flag_values=values,
+    )
+    integer("grad_acc_steps", 64, "Microbatches a step, on each device; or calls a window.")
+    integer("batch_size", 512, "Rows a step or window, over all devices and microbatches.")
+    integer("d_model", 512, "Width of a layer; an MLP's inner width is four times as large.")
+    integer("n_layer", 8, "Layers; or MLPs.")
     integer("dp", 8, "Data-parallel devices, of each slice; simulated without accelerators.")
     integer(
         "num_slices",
@@ -50,10 +69,13 @@ def define(values: flags.FlagValues) -> None:
         "the optimizer's parameters are float32. (XLA's CPU sums bfloat16 as float32.)",
         flag_values=values,
     )
+    names, default = (
+        " or ".join(",".join(x[problem]) for problem in PROBLEMS) for x in (CONTENDERS, DEFAULTS)
+    )
     flags.DEFINE_list(
         "contenders",
-        list(DEFAULT),
-        f"What to compare, of {','.join(CONTENDERS)}.",
+        None,
+        f"What to compare, of {names}. If not given: {default}.",
         flag_values=values,
     )
     integer("rounds", 5, "Steps timed of each contender, after one that is not.")
@@ -72,8 +94,8 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_bool(
         "donate",
         False,
-        "Donate the parameters to the step, as a training loop does; with --topology only, since "
-        "a step that runs here is given the same ones every round.",
+        "Donate the parameters to the step, as a training loop does, and the optimizer's state; "
+        "each step is then given copies, made before the clock starts.",
         flag_values=values,
     )
     flags.DEFINE_string("json", None, "File for all that was measured.", flag_values=values)
@@ -92,19 +114,16 @@ def define(values: flags.FlagValues) -> None:
             )
         return True
 
-    @flags.multi_flags_validator(["donate", "topology"], flag_values=values)
-    def _donate(chosen: dict[str, Any]) -> bool:
-        if chosen["donate"] and not chosen["topology"]:
-            raise flags.ValidationError("--donate is for what is only compiled: give --topology.")
-        return True
-
-    @flags.validator("contenders", flag_values=values)
-    def _contenders(names: Sequence[str]) -> bool:
-        unknown = [name for name in names if name not in CONTENDERS]
+    @flags.multi_flags_validator(["problem", "contenders"], flag_values=values)
+    def _contenders(chosen: dict[str, Any]) -> bool:
+        known, names = CONTENDERS[chosen["problem"]], chosen["contenders"]
+        if names is None:
+            return True
+        unknown = [name for name in names if name not in known]
         if unknown or OURS not in names or len(set(names)) < len(names):
             problem = f"{', '.join(unknown)} unknown" if unknown else f"got {', '.join(names)}"
             raise flags.ValidationError(
-                f"{problem}; choose of {', '.join(CONTENDERS)}, each once, and {OURS} among them: "
+                f"{problem}; choose of {', '.join(known)}, each once, and {OURS} among them: "
                 "ratios are to it."
             )
         return True
@@ -115,7 +134,7 @@ def define(values: flags.FlagValues) -> None:
             raise flags.ValidationError(f"there is no directory {os.path.dirname(path)}.")
         return True
 
-    del _batch, _donate, _contenders, _json  # registered
+    del _batch, _contenders, _json  # registered
 
 
 parse = functools.partial(flag_parsing.parse, "bench", GROUPS, define)  # (argv, values, manual)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tqdm
 
 from absl_apps import meshes
-from absl_apps.bench_steps import CONTENDERS, OURS, Contender, Problem
+from absl_apps.bench_problem import OURS, Contender, Problem
 from gradaccum import audit
 
 # Largest relative difference to gradaccum's values. Sums are taken in another order; in bfloat16
@@ -37,7 +38,7 @@ class Row:
     def reductions(self) -> tuple[int, int]:
         """All-reduces of a step, and their bytes."""
         rows = [row for row in self.report if row.kind == "all-reduce"]
-        times = [self.contender.calls * executions(row) for row in rows]
+        times = [self.executions(row) for row in rows]
         return sum(times), sum(n * row.bytes for n, row in zip(times, rows, strict=True))
 
     def others(self) -> dict[str, int]:
@@ -45,20 +46,21 @@ class Row:
         total: dict[str, int] = {}
         for row in self.report:
             if row.kind != "all-reduce":
-                size = self.contender.calls * executions(row) * row.bytes
+                size = self.executions(row) * row.bytes
                 total[row.kind] = total.get(row.kind, 0) + size
         return total
 
     def across_slices(self) -> int:
         """Bytes a step over the replica axis, alone or with another: over DCN between slices."""
         rows = self.report.over(meshes.REPLICA_AXIS)
-        return sum(self.contender.calls * executions(row) * row.bytes for row in rows)
+        return sum(self.executions(row) * row.bytes for row in rows)
 
-
-def executions(row: audit.Collective) -> int:
-    if row.executions is None:
-        raise ValueError(f"the trip count of the loop around {row.name} is unknown.")
-    return row.executions
+    def executions(self, row: audit.Collective) -> int:
+        """How often it runs in all calls of a step; what ours has in a branch, in one of them."""
+        if row.executions is None:
+            raise ValueError(f"the trip count of the loop around {row.name} is unknown.")
+        once = self.contender.ours and row.conditional
+        return row.executions * (1 if once else self.contender.calls)
 
 
 def compile_row(contender: Contender, mesh: jax.sharding.Mesh) -> Row:
@@ -100,37 +102,47 @@ def run_rounds(
     params, batch = problem.arrays(seed=0)
     arguments = {name: row.contender.prepare(params, batch) for name, row in rows.items()}
 
-    def step(name: str) -> tuple[jax.Array, jax.Array]:
+    def step(name: str) -> tuple[Any, float]:
         row = rows[name]
-        return jax.block_until_ready(row.contender.run(row.program, *arguments[name]))
+        copies = jax.block_until_ready(jax.tree.map(jnp.copy, arguments[name]))  # to be donated
+        started = time.perf_counter()
+        values = jax.block_until_ready(row.contender.run(row.program, *copies))
+        return values, time.perf_counter() - started
+
+    def first(name: str) -> tuple[Any, Any]:
+        (new, loss), _ = step(name)
+        return new, rows[name].contender.read_loss(loss)
 
     # The first steps are not timed; their values are compared.
-    differences = compare({name: step(name) for name in rows}, params, problem.dtype.name)
+    differences = compare({name: first(name) for name in rows}, params, problem.dtype.name)
     order = list(rows)
     # disable=None: the bar shows on a terminal only.
     for _ in tqdm.tqdm(range(rounds), unit="round", disable=None):
         for name in order:
-            started = time.perf_counter()
-            step(name)
-            rows[name].seconds.append(time.perf_counter() - started)
+            _, seconds = step(name)
+            rows[name].seconds.append(seconds)
         order = [*order[1:], order[0]]  # nobody always follows the same neighbour
     return differences
 
 
 def compare(
-    values: Mapping[str, tuple[jax.Array, jax.Array]], params: jax.Array, dtype: str
+    values: Mapping[str, tuple[Any, jax.Array]], params: Any, dtype: str
 ) -> dict[str, dict[str, float]]:
     """Return each contender's relative differences to gradaccum: of the loss and of the update.
 
     The update, new - old, is compared in norm; this is stricter than the new parameters. The loss
     is a mean of values of order one and larger, so its scale is at least 1.
     """
-    before = np.asarray(params)
+
+    def flat(tree: Any) -> np.ndarray:
+        return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+    before = flat(params)
     new, our_loss = values[OURS]
-    ours, our_loss = np.asarray(new) - before, float(our_loss)
+    ours, our_loss = flat(new) - before, float(our_loss)
     differences = {}
     for name, (new, loss) in values.items():
-        update = np.asarray(new) - before
+        update = flat(new) - before
         differences[name] = {
             "loss": abs(float(loss) - our_loss) / max(1.0, abs(our_loss)),
             "update": float(np.linalg.norm(update - ours) / np.linalg.norm(ours)),
@@ -146,13 +158,15 @@ def compare(
     return differences
 
 
-def program_sizes(problem: Problem, microbatches: Sequence[int]) -> dict[int, int]:
-    """Instructions of gradaccum's optimised program, by number of microbatches of equal rows."""
+def program_sizes(
+    build: Callable[[Problem], Contender], problem: Problem, microbatches: Sequence[int]
+) -> dict[int, int]:
+    """Instructions of a contender's optimised program, by number of microbatches of equal rows."""
     rows = problem.batch_size // problem.grad_acc_steps
     sizes = {}
     for k in microbatches:
         resized = dataclasses.replace(problem, grad_acc_steps=k, batch_size=k * rows)
-        contender = CONTENDERS[OURS](resized)
+        contender = build(resized)
         text = contender.jitted.lower(*contender.shapes).compile().as_text()
         sizes[k] = len(re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = ", text, re.MULTILINE))
     return sizes

@@ -1,4 +1,4 @@
-"""The training steps that absl_apps.bench compares, on the first seed's problem.
+"""The training steps that absl_apps.bench compares with --problem=steps, the first seed's.
 
 The problem: layers of `x + x @ p` in a scan, the loss a mean, data parallel over all axes of the
 mesh. Each step is (params, batch) -> (new params, loss), the gradient the mean over microbatches
@@ -7,90 +7,23 @@ and devices, the update optax.sgd's. Each is written as well as its idea allows.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradaccum
-from absl_apps import meshes
+from absl_apps.bench_calls import in_calls
+from absl_apps.bench_problem import OURS, Contender, Problem
 
 LEARNING_RATE = 1.0  # moves the parameters far enough for a comparison of them to mean something
 
 
 ########################################## The problem ###########################################
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """The first seed's problem on a mesh; the names of its sizes are the seed's flags."""
-
-    mesh: Mesh
-    grad_acc_steps: int  # k
-    batch_size: int  # B
-    d_model: int  # D
-    n_layer: int  # L
-    dtype: Any  # of parameters and batch in the loss, so of gradients, accumulator and wire
-    donate: bool = False  # the parameters, to the step
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return self.mesh.axis_names
-
-    @property
-    def replicated(self) -> NamedSharding:
-        return NamedSharding(self.mesh, P())
-
-    @property
-    def split(self) -> NamedSharding:
-        return NamedSharding(self.mesh, P(self.axes))
-
-    @property
-    def params_shape(self) -> jax.ShapeDtypeStruct:
-        shape = (self.n_layer, self.d_model, self.d_model)
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.replicated)
-
-    @property
-    def params_split(self) -> P:
-        return meshes.split_spec(self.params_shape.shape, self.mesh)
-
-    def batch_shape(self, rows: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, self.d_model), jnp.float32, sharding=self.split)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of one gradient tree, on each device."""
-        return self.n_layer * self.d_model**2 * jnp.dtype(self.dtype).itemsize
-
-    def arrays(self, seed: int) -> tuple[jax.Array, jax.Array]:
-        """Draw params [L, D, D] and batch [B, D], in place on the mesh.
-
-        The seed's batch is all ones; these rows differ, or a step that lost some would go
-        unnoticed. Weights are of order 1/sqrt(D), so that activations stay in range.
-        """
-
-        def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-            for_params, for_batch = jax.random.split(key)
-            params = jax.random.normal(for_params, self.params_shape.shape) / self.d_model**0.5
-            batch = 1 + jax.random.normal(for_batch, (self.batch_size, self.d_model))
-            return params, batch
-
-        # Drawn on each device: the same bits, and no program moves them about.
-        draw = jax.jit(draw, out_shardings=(self.replicated, self.split))
-        return draw(jax.random.key(seed))
-
-    def cast(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """The seed's `to_bf16`, before the loop, so that gradients have this dtype too.
-
-        Given a float32 batch, as in the seed, each layer's gradient is a float32 product that XLA
-        reduces before it rounds: twice the bytes. So the steps cast the batch as well.
-        """
-        return tuple(x.astype(self.dtype) for x in arrays)
 
 
 def loss_fn(params: jax.Array, batch: jax.Array) -> jax.Array:
@@ -112,32 +45,6 @@ def apply_sgd(params: jax.Array, grads: jax.Array, sharding: NamedSharding) -> j
 
 
 ########################################### The steps ############################################
-
-
-class Contender(NamedTuple):
-    """One way to write the step, before compilation.
-
-    Attributes:
-      jitted: the program to compile.
-      shapes: its arguments, with shardings.
-      gradients: of the same arguments, the step's loss and gradients alone, if it has them.
-      run: (compiled program, params, batches) -> (new params, loss). This is what is timed.
-      prepare: (params, batch) -> (params, batches) where the program wants them, not timed.
-      calls: how often a step calls the program.
-      state_bytes: bytes that each device holds from call to call besides the parameters.
-      ours: it promises one cross-device mean.
-    """
-
-    jitted: Any
-    shapes: tuple[Any, ...]
-    gradients: Any = None
-    run: Callable[[Any, jax.Array, Any], tuple[jax.Array, jax.Array]] = (
-        lambda program, params, batch: program(params, batch)
-    )
-    prepare: Callable[[jax.Array, jax.Array], tuple[jax.Array, Any]] = lambda *arrays: arrays
-    calls: int = 1
-    state_bytes: int = 0
-    ours: bool = False
 
 
 def _whole_step(
@@ -203,52 +110,9 @@ def shard_map(problem: Problem) -> Contender:
 
 
 def multisteps(problem: Problem) -> Contender:
-    """optax.MultiSteps: k calls of one jitted microbatch step, the batch sharded.
-
-    The time is that of all k calls: the one that updates and those that only accumulate. The
-    microbatches lie ready on the devices before the clock starts, as from a data loader. On
-    simulated CPU devices each call is waited for, which costs k dispatches: with several in
-    flight their all-reduces take each other's threads, and XLA gives up after 40 s.
-    """
-    k = problem.grad_acc_steps
-    one_at_a_time = problem.mesh.devices.flat[0].platform == "cpu"
-    tx = optax.MultiSteps(optax.sgd(LEARNING_RATE), every_k_schedule=k)
-
-    def init() -> tuple[Any, jax.Array]:
-        return tx.init(jnp.zeros(problem.params_shape.shape)), jnp.zeros(())
-
-    def call(params: jax.Array, state: Any, microbatch: jax.Array) -> tuple[jax.Array, Any]:
-        opt_state, total = state
-        loss, grads = jax.value_and_grad(loss_fn)(*problem.cast(params, microbatch))
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), (opt_state, total + loss / k)
-
-    def run(program: Any, params: jax.Array, batches: Any) -> tuple[jax.Array, jax.Array]:
-        state, microbatches = batches
-        for microbatch in microbatches:
-            params, state = program(params, state, microbatch)
-            if one_at_a_time:
-                jax.block_until_ready(state)
-        return params, state[1]
-
-    def prepare(params: jax.Array, batch: jax.Array) -> Any:
-        microbatches = [jax.device_put(x, problem.split) for x in jnp.split(batch, k)]
-        return params, (jax.jit(init, out_shardings=problem.replicated)(), microbatches)
-
-    state = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=problem.replicated),
-        jax.eval_shape(init),
-    )
-    return Contender(
-        jax.jit(
-            call, out_shardings=problem.replicated, donate_argnums=(0, 1) if problem.donate else ()
-        ),
-        (problem.params_shape, state, problem.batch_shape(problem.batch_size // k)),
-        run=run,
-        prepare=prepare,
-        calls=k,
-        state_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)),
-    )
+    """optax.MultiSteps: k calls of one jitted microbatch step, the batch sharded."""
+    tx = optax.MultiSteps(optax.sgd(LEARNING_RATE), every_k_schedule=problem.grad_acc_steps)
+    return in_calls(problem, jax.value_and_grad(loss_fn), tx, problem.replicated)
 
 
 def decorated(problem: Problem, params_spec: P | None = None, **options: Any) -> Contender:
@@ -275,7 +139,6 @@ def fsdp(problem: Problem) -> Contender:
     return decorated(problem, problem.params_split, in_specs=(problem.params_split,))
 
 
-OURS = "gradaccum"
 DEFAULT = ("naive", "multisteps", "shard_map", OURS)
 
 CONTENDERS: dict[str, Callable[[Problem], Contender]] = {

@@ -68,8 +68,8 @@ def _read_rows(
     wanted = axis_tuple(axis_name)
     axes = {p: x.axis_name for p, x in leaves.items() if axis_tuple(x.axis_name) != wanted}
     some = list(leaves.values())
-    if set(axes.values()) != {None}:  # None: made on one device, without a mesh
-        _unreduced_checks.check_same_axes(api, {"axis_name": axis_name, **axes} if axes else {})
+    if axes and set(axes.values()) != {None}:  # None: made on one device, without a mesh
+        _unreduced_checks.check_same_axes(api, {"axis_name": axis_name, **axes})
     where = where_of(api, some, axis_name, mesh)
     weights = [x.weight for x in some]
     if all(w is weights[0] for w in weights):  # as one call makes them

@@ -14,7 +14,7 @@ from gradaccum import _reduce
 from gradaccum._layout import Layout, Layouts
 from gradaccum._mesh import DataMesh
 from gradaccum._shard import data_region, row_spec
-from gradaccum._specs import spec_of
+from gradaccum._specs import dims_of, spec_of, without
 
 
 @jax.tree_util.register_static
@@ -26,7 +26,7 @@ class Awaited:
       dtype: of the mean; None: of the sum (float32 for integers).
       total: it is the sum over devices and calls instead, weights aside.
       reduce_dtype: on the wire; None: the sum's.
-      scale: of the sum on the wire, about 1/weight: a narrow dtype would not hold the sum itself.
+      scale: of the sum on the wire, about 1/weight: float16 would not hold the sum itself.
       layout: how the mean lies on the manual axes.
       manual: the model axes that are manual in the reduction.
       automatic: the other model axes.
@@ -37,7 +37,7 @@ class Awaited:
     dtype: Any = None
     total: bool = False
     reduce_dtype: Any = None
-    scale: float = dataclasses.field(default=1.0, compare=False)  # of any size the mean is the same
+    scale: float = 1.0
     layout: Layout = Layout()  # noqa: RUF009 (immutable)
     manual: tuple[str, ...] = ()
     automatic: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class _Reduction:
                 where,
                 layouts,
                 [a.reduce_dtype for a in awaited],
-                [1.0 if a.reduce_dtype is None else a.scale for a in awaited],
+                [a.scale if _is_small(a.reduce_dtype) else 1.0 for a in awaited],
             )
 
         if where.axis_names and not where.manual:
@@ -90,9 +90,13 @@ class _Reduction:
         """Returns how the mean of the rows `x` lies on Explicit axes."""
         if awaited.spec is not None:
             return awaited.spec
-        return PartitionSpec(
-            *row_spec(self.where, PartitionSpec(*jax.typeof(x).sharding.spec[1:]))[1:]
-        )
+        own = dims_of(jax.typeof(x).sharding.spec)[1:]
+        return spec_of(without(own, self.where.axis_names))
+
+
+def _is_small(dtype: Any) -> bool:
+    """Whether sums may overflow in the dtype: in float16, not in bfloat16."""
+    return dtype is not None and float(jnp.finfo(dtype).max) < 1e30  # type: ignore[no-untyped-call]
 
 
 def _cast(value: jax.Array, sums: jax.Array, awaited: Awaited) -> jax.Array:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 AxisName = str | tuple[str, ...]
 
@@ -152,6 +152,23 @@ def data_mesh(
         manual_axes=tuple(a for a in found.axis_names if a in context.manual_axes),
         explicit_axes=explicit,
     )
+
+
+def mesh_of(tree: Any, axis_name: AxisName | None = None) -> Mesh | None:
+    """Returns the mesh that concrete arrays lie on and that has the axes; None without one."""
+    for x in jax.tree.leaves(tree):
+        sharding = getattr(x, "sharding", None) if not isinstance(x, jax.core.Tracer) else None
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        if isinstance(mesh, Mesh) and set(axis_tuple(axis_name)) <= set(mesh.axis_names):
+            return mesh
+    return None
+
+
+def find_mesh(api: str, axis_name: AxisName, mesh: Any, *trees: Any, remedy: str = "") -> DataMesh:
+    """Finds the data axes of a call: on the mesh given, the context's, or else the arrays' own."""
+    if mesh is None and not jax.sharding.get_abstract_mesh().axis_names:
+        mesh = next((m for t in trees if (m := mesh_of(t, axis_name)) is not None), None)
+    return data_mesh(api, axis_name, mesh, remedy)
 
 
 def varying_axes(x: Any) -> frozenset[str]:

@@ -42,8 +42,8 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
     What differs from `optax.MultiSteps`:
 
     - The inner optimizer runs in the taken branch alone, where optax runs it every call.
-    - An inf or NaN does not outlive its window: the accumulator is set to zeros, not multiplied by
-      0 (0 * NaN is NaN for ever).
+    - An inf or NaN does not outlive its window: the accumulator is reset by a select, not by a
+      multiplication (0 * NaN is NaN for ever).
     - The mean divides by what the window holds: one that a changed schedule made shorter or longer
       is still a mean.
     - `has_updated` is true after a call that updated and no other: not after a skipped call.
@@ -54,8 +54,9 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
       state stays bitwise as it was, `mini_step` is 0.
 
     Clip, scale, freeze and check for NaN in the inner optimizer, where they see the mean; a
-    transformation before this one meets an `Unreduced` and raises. With ZeRO (`grad_specs`) gather
-    the updates inside too, last in a chain; after this one they would be gathered in every call.
+    transformation before this one meets an `Unreduced` and raises. With ZeRO (`grad_specs`), `init`
+    it with parameters that are laid out so, and gather the updates inside too, last in a chain;
+    after this one they would be gathered in every call.
     Extra arguments (`value=`) are those of the call that updates; an `Unreduced` among them, such
     as the loss, reaches the inner optimizer as its mean. Update an average of parameters only where
     `has_updated` is true.
@@ -80,10 +81,11 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
         transformation has computed with.
 
     Cost:
-      Collectives: none in k - 1 of k calls; in the k-th each gradient byte once, 4 more a leaf.
-      Memory: one accumulator a device, laid out as the parameters. All of the state may be donated,
-      and is then updated in place (XLA's CPU backend copies the accumulator once a call all the
-      same). Each call writes a tree of zeros or updates.
+      Collectives: none in k - 1 of k calls; in the k-th each byte of gradients and `Unreduced`
+      arguments once, 4 more a leaf (and over manual axes a flag of `should_skip_update_fn`).
+      Memory: one accumulator a device, whole over the data axes, else laid out as the parameters.
+      All of the state may be donated, and is then updated in place. Each call writes a tree of
+      zeros or updates.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, gradaccum
@@ -146,7 +148,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
         given = (getattr(fun, "__self__", None) for fun in self)
         found = [x for x in given if isinstance(x, Window)]
         if not found:
-            raise AttributeError(f"{API}: both of its functions were replaced; it has no more.")
+            raise AttributeError(f"{API}: init and update were replaced; replace one, or neither.")
         return found[0]
 
     @property
@@ -165,12 +167,6 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
 
         Args:
           state: the state that the call returned. In a chain, this transformation's part of it.
-
-        Returns:
-          bool `[]`; False for a new state.
-
-        Cost:
-          None.
         """
         inner = self.inner_opt
         if isinstance(inner, MultiSteps):
@@ -192,10 +188,12 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
           that it holds. Of an empty window zeros; then the inner state is as it was.
 
         Raises:
-          ValueError: no mesh: under jit give `mesh=` to `MultiSteps`, or use `jax.set_mesh`.
+          TypeError: a state of something else.
+          ValueError: parameters that are not those of `init`; no mesh (under jit give `mesh=` to
+            `MultiSteps`, or use `jax.set_mesh`).
 
         Cost:
-          As the k-th call of `update`.
+          As the k-th call of `update`, by an all-reduce also where that is a reduce-scatter.
         """
         return self._window.flush(state, params, **extra_args)
 
@@ -225,7 +223,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
         """
         if self._window.axis_name is not None:
             check_axes(f"{API}.resize", self._window.axis_name, mesh)
-        return resize(state, MultiStepsState, self._window.axis_name, mesh)
+        return resize(state, self._window.axis_name, mesh)
 
 
 # As a pytree, which JAX takes every named tuple for, it is its two functions. Not made of them by
@@ -255,10 +253,11 @@ def all_reduce_mean(
 
     Raises:
       TypeError: gradients that are neither; one that something has computed with.
-      ValueError: no mesh, or another number of devices on it.
+      ValueError: axis_name is None; no mesh, or another number of devices on it.
 
     Cost:
-      One all-reduce a call, of each gradient byte once, and 4 bytes a leaf.
+      One reduction a call, of each gradient byte once (scattered where `grad_specs` said so), and 4
+      bytes a leaf.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, gradaccum
@@ -279,7 +278,8 @@ def all_reduce_mean(
     def update(updates: Any, state: optax.EmptyState, params: Any = None) -> Any:
         del params
         given = read(api, updates, axes, mesh)
-        if given.where is None or not given.sums:
+        assert given.where is not None  # as `axes` is not
+        if not given.sums:
             return updates, state
         which = range(len(given.sums))
         grads = means(given.sums, [given.weight], which, given.awaited, given.where)

@@ -238,7 +238,11 @@ def any_device(flag: jax.Array, where: DataMesh, *, split: bool) -> jax.Array:
     others = tuple(a for a in where.manual_axes if split or a not in where.axis_names)
     if is_typed(others):
         others = tuple(a for a in others if a in varying_axes(flag))
-    return jax.lax.pmax(flag.astype(jnp.int32), others) > 0 if others else flag
+    if not others:
+        return flag
+    with jax.named_scope("gradaccum/skip"):
+        anywhere: jax.Array = jax.lax.pmax(flag.astype(jnp.int32), others) > 0
+    return anywhere
 
 
 def normalise(

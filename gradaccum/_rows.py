@@ -14,30 +14,13 @@ from gradaccum._mesh import (
     AxisName,
     DataMesh,
     axis_tuple,
-    data_mesh,
     is_typed,
     vary,
     varying_axes,
 )
 from gradaccum._shard import data_region, explicit_as_auto, row_spec
-from gradaccum._specs import Dims, axes_in, dims_of, only, spec_of
-
-
-def mesh_of(tree: Any, axis_name: AxisName | None = None) -> Mesh | None:
-    """Returns the mesh that concrete arrays lie on and that has the axes; None without one."""
-    for x in jax.tree.leaves(tree):
-        sharding = getattr(x, "sharding", None) if not isinstance(x, jax.core.Tracer) else None
-        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        if isinstance(mesh, Mesh) and set(axis_tuple(axis_name)) <= set(mesh.axis_names):
-            return mesh
-    return None
-
-
-def find_mesh(api: str, axis_name: AxisName, mesh: Any, *trees: Any, remedy: str = "") -> DataMesh:
-    """Finds the data axes where no `Unreduced` tells: as given, the context's, or the arrays'."""
-    if mesh is None and not jax.sharding.get_abstract_mesh().axis_names:
-        mesh = next((m for t in trees if (m := mesh_of(t, axis_name)) is not None), None)
-    return data_mesh(api, axis_name, mesh, remedy)
+from gradaccum._specs import Dims, dims_of, only, spec_of, without
+from gradaccum._state import MultiStepsState
 
 
 def settle(tree: Any, mesh: Mesh | None) -> Any:
@@ -45,7 +28,6 @@ def settle(tree: Any, mesh: Mesh | None) -> Any:
 
     So the step's second call finds the types of the first.
     """
-
     if mesh is None:
         return tree
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -108,12 +90,11 @@ def _zero_rows(
 _jitted_zero_rows = jax.jit(_zero_rows, static_argnums=(0, 1))
 
 
-def resize(tree: Any, kind: type, axis_name: AxisName | None, mesh: Mesh | AbstractMesh) -> Any:
-    """Moves a tree to a mesh: states of this kind, wherever they are, to as many rows as it has.
+def resize(tree: Any, axis_name: AxisName | None, mesh: Mesh | AbstractMesh) -> Any:
+    """Moves a tree to a mesh: its states of `MultiSteps` to as many rows as that has.
 
     Args:
-      tree: arrays, or shapes, and states with `acc_grads` and `weight`.
-      kind: the type of the states.
+      tree: arrays, or shapes, and states.
       axis_name: the data axes of those that have rows.
       mesh: the mesh; abstract: for shapes on the mesh that the arrays lie on.
     """
@@ -121,7 +102,7 @@ def resize(tree: Any, kind: type, axis_name: AxisName | None, mesh: Mesh | Abstr
     rows = math.prod(mesh.shape[a] for a in axes)
 
     def is_state(x: Any) -> bool:
-        return isinstance(x, kind)
+        return isinstance(x, MultiStepsState)
 
     def moved(x: Any) -> Any:
         return _moved(x, jnp.shape(x), None, mesh)
@@ -160,7 +141,7 @@ def _moved(
     target = here.mesh if here is not None and isinstance(mesh, AbstractMesh) else mesh
     dims = dims_of(here.spec if here is not None else PartitionSpec())
     if axes is not None:
-        dims = (axes, *_without(dims[1:], axes))
+        dims = (axes, *without(dims[1:], axes))
     to = None
     if isinstance(target, Mesh):
         to = NamedSharding(target, _fitting(dims, shape, target))
@@ -183,10 +164,6 @@ def _fitting(dims: Dims, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
             for d, size in zip(dims, shape, strict=True)
         ]
     )
-
-
-def _without(dims: Dims, axes: Sequence[str]) -> Dims:
-    return only(dims, set(axes_in(dims)).difference(axes))
 
 
 def _resized(x: jax.Array, rows: int) -> jax.Array:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gradaccum._layout import Layout, Layouts, gradient_spec
 from gradaccum._mesh import DataMesh
-from gradaccum._specs import axes_in, dims_of, only, spec_of
+from gradaccum._specs import dims_of, spec_of, without
 from gradaccum._transpose import transposes
 
 
@@ -112,8 +112,7 @@ def shard_over_data(
 
 def row_spec(where: DataMesh, spec: PartitionSpec) -> PartitionSpec:
     """Returns the spec of one row a data device, of values that `spec` splits over other axes."""
-    dims = dims_of(spec)
-    return spec_of([where.axis_names, *only(dims, set(axes_in(dims)) - set(where.axis_names))])
+    return spec_of([where.axis_names, *without(dims_of(spec), where.axis_names)])
 
 
 def data_region(

@@ -143,6 +143,11 @@ def axes_in(dims: Dims) -> tuple[str, ...]:
     return tuple(a for d in dims for a in d)
 
 
+def without(dims: Dims, axes: Iterable[str]) -> Dims:
+    """Returns the dimensions, not split over these axes."""
+    return only(dims, set(axes_in(dims)).difference(axes))
+
+
 def only(dims: Dims, axes: Iterable[str]) -> Dims:
     """Returns the dimensions with none but these axes."""
     axes = set(axes)

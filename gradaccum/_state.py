@@ -39,7 +39,10 @@ class MultiStepsState(NamedTuple):
 
 
 def zeros_of(x: Any) -> jax.Array:
-    return vary(jnp.zeros_like(x), varying_axes(x))
+    """Returns zeros of a type: shape, dtype, layout on Explicit axes, what it varies over."""
+    explicit = getattr(getattr(x.sharding, "mesh", None), "explicit_axes", ())
+    zeros = jnp.zeros_like(x) if explicit else jnp.zeros(x.shape, x.dtype)
+    return vary(zeros, varying_axes(x))
 
 
 def as_before(new: Any, old: Any) -> Any:

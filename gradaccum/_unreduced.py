@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,11 @@ import numpy as np
 
 from gradaccum import _unreduced_checks
 from gradaccum._means import Awaited, means
-from gradaccum._mesh import AxisName, DataMesh, axis_tuple
-from gradaccum._rows import find_mesh
+from gradaccum._mesh import AxisName, DataMesh, axis_tuple, find_mesh
 from gradaccum._shard import explicit_as_auto
 
 
-def guard(rows: int) -> Any:
+def new_guard(rows: int) -> Any:
     """Returns a leaf that no arithmetic accepts: float0, [rows, 1]."""
     return np.zeros((rows, 1), jax.dtypes.float0)
 
@@ -75,10 +74,20 @@ class Unreduced:
                 "sum": jnp.asarray(self.sum),
                 "weight": jnp.asarray(self.weight, jnp.float32),
                 "axis_name": axes[0] if len(axes) == 1 else axes or None,
-                "guard": guard(self.sum.shape[0]),
+                "guard": new_guard(self.sum.shape[0]),
             }
             for name, value in made.items():
                 object.__setattr__(self, name, value)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            f"{self!r}: it is no number yet. gradaccum.mean(...) takes the mean, once for all that "
+            "you need of a window."
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __pow__ = __neg__ = __abs__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __float__ = __int__ = __array__ = _refuse
 
     def is_whole(self) -> bool:
         """Whether the leaves still belong together: nothing has computed with some of them."""
@@ -92,9 +101,8 @@ class Unreduced:
         if not shape:
             return f"Unreduced(sum={self.sum!r}, weight={self.weight!r}, {self.axis_name!r})"
         value = f"{self.sum.dtype}[{','.join(map(str, shape[1:]))}]"
-        what = "sum" if self.awaited.total else "mean"
         axes = "no axis" if self.axis_name is None else repr(self.axis_name)
-        awaits = "gradaccum.mean" if what == "mean" else "its sum, by gradaccum.mean"
+        awaits = "its sum, by gradaccum.mean" if self.awaited.total else "gradaccum.mean"
         return f"Unreduced({value} in {shape[0]} rows over {axes}, awaiting {awaits})"
 
 
@@ -102,7 +110,7 @@ def is_unreduced(x: Any) -> bool:
     return isinstance(x, Unreduced)
 
 
-def flatten(api: str, tree: Any) -> tuple[list[Unreduced], Any]:
+def flatten(api: str, tree: Any) -> tuple[dict[str, Unreduced], Any]:
     """Flattens a tree of nothing but `Unreduced`, untouched and of the same axes, or raises."""
     keyed, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_unreduced)
     leaves = {jax.tree_util.keystr(path) or "the tree": x for path, x in keyed}
@@ -111,7 +119,7 @@ def flatten(api: str, tree: Any) -> tuple[list[Unreduced], Any]:
     )
     _unreduced_checks.check_untouched(api, [p for p, x in leaves.items() if not x.is_whole()])
     _unreduced_checks.check_same_axes(api, {p: x.axis_name for p, x in leaves.items()})
-    return list(leaves.values()), treedef
+    return leaves, treedef
 
 
 def mean(tree: Any) -> Any:
@@ -149,9 +157,10 @@ Unreduced(float32[] in 8 rows over 'dp', awaiting gradaccum.mean))
       >>> jax.tree.map(float, gradaccum.mean((loss, grad)))
       (15.0, 7.5)
     """
-    leaves, treedef = flatten("mean", tree)
-    if not leaves:
+    named, treedef = flatten("mean", tree)
+    if not named:
         return tree
+    leaves = list(named.values())
     where = where_of("mean", leaves, leaves[0].axis_name, None)
     weights = list({id(x.weight): x.weight for x in leaves}.values())  # most leaves share theirs
     places = {id(w): i for i, w in enumerate(weights)}
@@ -187,8 +196,9 @@ def add(a: Any, b: Any) -> Any:
       >>> float(gradaccum.mean(total))
       2.0
     """
-    (left, tree), (right, other) = flatten("add", a), flatten("add", b)
-    _unreduced_checks.check_addends(tree, other, left, right)
+    (named, tree), (named_too, other) = flatten("add", a), flatten("add", b)
+    _unreduced_checks.check_addends(tree, other, named, named_too)
+    left, right = list(named.values()), list(named_too.values())
     _unreduced_checks.check_same_axes(
         "add", {"a": left[0].axis_name, "b": right[0].axis_name} if left else {}
     )
@@ -198,7 +208,9 @@ def add(a: Any, b: Any) -> Any:
         pair = (id(x.weight), id(y.weight))
         if pair not in sums:
             sums[pair] = x.weight + y.weight
-        added.append(dataclasses.replace(x, sum=x.sum + y.sum, weight=sums[pair]))
+        scale = min(x.awaited.scale, y.awaited.scale)
+        how = dataclasses.replace(x.awaited, scale=scale)
+        added.append(dataclasses.replace(x, sum=x.sum + y.sum, weight=sums[pair], awaited=how))
     return tree.unflatten(added)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,13 +59,17 @@ def check_rows(api: str, rows: set[int], where: DataMesh) -> None:
         )
 
 
-def check_addends(tree: Any, other: Any, left: Sequence[Any], right: Sequence[Any]) -> None:
+def check_addends(tree: Any, other: Any, left: Mapping[str, Any], right: Mapping[str, Any]) -> None:
     """Raises ValueError unless two trees have the same structure, shapes and awaited means."""
     if tree != other:
-        raise ValueError(f"add: the trees differ in structure: {tree} and {other}.")
+        raise ValueError(
+            f"add: the trees differ in structure: {tree} and {other}. Add the same values of "
+            "two calls."
+        )
+    pairs = [(path, a, right[path]) for path, a in left.items()]
     shapes = [
-        f"{tuple(a.sum.shape)} and {tuple(b.sum.shape)}"
-        for a, b in zip(left, right, strict=True)
+        f"{path} {tuple(a.sum.shape)} and {tuple(b.sum.shape)}"
+        for path, a, b in pairs
         if a.sum.shape != b.sum.shape
     ]
     if shapes:
@@ -73,7 +78,9 @@ def check_addends(tree: Any, other: Any, left: Sequence[Any], right: Sequence[An
             "data device."
         )
     others = [
-        f"{a!r} and {b!r}" for a, b in zip(left, right, strict=True) if a.awaited != b.awaited
+        f"{path} {a!r} and {b!r}"
+        for path, a, b in pairs
+        if a.awaited != dataclasses.replace(b.awaited, scale=a.awaited.scale)
     ]
     if others:
         raise ValueError(
@@ -113,7 +120,7 @@ def check_no_rows(api: str, paths: Sequence[str]) -> None:
     """Raises TypeError if there are `Unreduced` gradients where no data axis is named."""
     if paths:
         raise TypeError(
-            f"{api}: {', '.join(paths)}: an Unreduced gradient, but axis_name was not given. Give "
+            f"{api}: {', '.join(paths)}: an Unreduced value, but axis_name was not given. Give "
             "the data axes, as to unreduced_value_and_grad: MultiSteps(..., axis_name=...)."
         )
 
@@ -125,8 +132,8 @@ def check_manual(api: str, where: DataMesh, paths: Sequence[str]) -> None:
         raise TypeError(
             f"{api}: {', '.join(paths)}: a plain gradient, but axis_name was given and {axes} is "
             "not manual here. Outside a shard_map over the data axes give what "
-            "gradaccum.unreduced_value_and_grad returns; or leave axis_name out for gradients "
-            "that are averaged already."
+            "gradaccum.unreduced_value_and_grad returns. Gradients that are averaged already "
+            "want MultiSteps without axis_name."
         )
 
 

@@ -21,7 +21,7 @@ from gradaccum._mesh import is_typed, vary
 from gradaccum._microbatch import merge
 from gradaccum._options import Call
 from gradaccum._shard import shard_over_data
-from gradaccum._unreduced import Unreduced, guard
+from gradaccum._unreduced import Unreduced, new_guard
 
 
 def unreduced_value_and_grad(
@@ -58,10 +58,13 @@ def unreduced_value_and_grad(
       `Unreduced`, `[n, *shape]`, in the accumulator's dtype. Jit it together with the update.
 
     Raises:
-      ValueError, TypeError: as `gradaccum.accumulate`, in its words, before anything is computed.
+      ValueError: the gradient of a batch argument is asked for; else as `gradaccum.accumulate`, in
+        its words, before anything is computed.
+      TypeError: options beside a loss that is decorated already; else as `gradaccum.accumulate`.
 
     Cost:
-      Collectives: none. Memory: one row of gradients a device, in the accumulator's dtype.
+      Collectives: none; with `in_specs` over a data axis one all-gather of each such parameter, its
+      bytes once. Memory: one row a device, of the whole gradient in the accumulator's dtype.
 
     Example:
       >>> import jax, jax.numpy as jnp, gradaccum
@@ -88,7 +91,7 @@ def unreduced_value_and_grad(
     @functools.wraps(loss_fn)
     def fun(*args: Any, **kwargs: Any) -> Any:
         call, arrays, pick = decorated.prepare_gradients(argnums, args, kwargs)
-        wanted = call.differentiated or ()
+        wanted = call.differentiated or (False,) * len(arrays)
         leaf = zip(call.form.paths(call.options.fun), call.form.roles, wanted, strict=True)
         batch = [path for path, role, w in leaf if w and role is Role.BATCH]
         _unreduced_checks.check_no_batch_gradient(batch)
@@ -100,7 +103,7 @@ def unreduced_value_and_grad(
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Form:
+class _Static:
     """What a run knows beside its arrays."""
 
     awaited: tuple[Awaited | None, ...]  # of each array leaf's gradient
@@ -118,7 +121,7 @@ class _Found(NamedTuple):
     weight: int  # of its row, by a count of microbatches or examples
 
 
-def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
+def _local(call: Call, layouts: Layouts, found: list[_Found], *arrays: jax.Array) -> dict[str, Any]:
     """Accumulates this device's microbatches: everything becomes a row."""
     options, where = call.options, call.where
     k, mean = options.microbatches, options.loss_reduction == "mean"
@@ -154,7 +157,7 @@ def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -
     }
 
 
-def _trace(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any], _Form]:
+def _trace(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any], _Static]:
     call, layouts = _call.prepare(call, arrays)
     options, where = call.options, call.where
     wanted = call.differentiated or (False,) * len(arrays)
@@ -173,7 +176,7 @@ def _trace(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any]
             dtype=x.dtype,
             reduce_dtype=options.reduce_dtype,
             scale=1 / (found[-1].weight * where.size),
-            layout=_outside(layout) if where.manual else layout,
+            layout=_laid_out_globally(layout) if where.manual else layout,
             manual=layouts.manual,
             automatic=layouts.automatic,
             spec=gradient_spec(x, layout, where),
@@ -184,7 +187,7 @@ def _trace(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any]
         for x, layout, w in zip(arrays, layouts.leaves, wanted, strict=True)
     )
     axes = where.axis_names
-    form = _Form(
+    form = _Static(
         awaited=awaited,
         aux_tree=found[-1].device.aux_tree,
         aux_types=found[-1].device.aux_types,
@@ -195,8 +198,8 @@ def _trace(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any]
     return out["rows"], out["grads"], form
 
 
-def _outside(layout: Layout) -> Layout:
-    """Returns the layout with the data axes that a mean outside of the manual region splits."""
+def _laid_out_globally(layout: Layout) -> Layout:
+    """Returns the layout of a mean taken outside the manual region: split over data axes too."""
     cut = layout.cut
     last = max((d for d, _ in cut), default=-1)
     dims = layout.grad_dims + ((),) * (last + 1 - len(layout.grad_dims))
@@ -209,9 +212,9 @@ def _outside(layout: Layout) -> Layout:
 _traced = jax.jit(_trace, static_argnums=0)
 
 
-def _run(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any], _Form]:
+def _run(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any], _Static]:
     """Runs under jit; eager calls share one cache (as `_call.run`)."""
-    out: tuple[dict[str, Any], list[Any], _Form]
+    out: tuple[dict[str, Any], list[Any], _Static]
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         out = jax.jit(functools.partial(_trace, call))(list(arrays))
     else:
@@ -220,11 +223,11 @@ def _run(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any], 
 
 
 def _assemble(
-    run: tuple[dict[str, Any], list[Any], _Form], call: Call
+    run: tuple[dict[str, Any], list[Any], _Static], call: Call
 ) -> tuple[Unreduced, Any, list[Unreduced | None]]:
     """Makes `Unreduced` of the rows; all share the arrays of weights and guards."""
     rows, grads, form = run
-    shared = guard(form.rows)
+    shared = new_guard(form.rows)
 
     def unreduced(x: jax.Array, weight: jax.Array, awaited: Awaited) -> Unreduced:
         return Unreduced(x, weight, form.axis_name, awaited, shared)

@@ -15,14 +15,14 @@ from jax.sharding import AbstractMesh, Mesh
 from gradaccum import _contracts
 from gradaccum._given import read
 from gradaccum._means import Awaited, means
-from gradaccum._mesh import AxisName, DataMesh
+from gradaccum._mesh import AxisName, DataMesh, find_mesh, mesh_of
 from gradaccum._reduce import any_device, narrow
-from gradaccum._rows import find_mesh, mesh_of, settle, zero_rows, zeros
+from gradaccum._rows import settle, zero_rows, zeros
 from gradaccum._state import MultiStepsState, as_before, own_buffers, strong, zeros_of
 from gradaccum._unreduced import Unreduced, is_unreduced
 from gradaccum._window_checks import (
-    check_accumulators,
     check_extra,
+    check_gradients,
     check_our_state,
     check_parameters,
     check_skip,
@@ -65,6 +65,8 @@ class Window:
     mesh: Mesh | AbstractMesh | None
 
     def init(self, params: Any) -> MultiStepsState:
+        step = jnp.zeros((), jnp.int32)
+        self._steps(step)  # raises where k is known and wrong
         leaves: list[Any]
         tree: Any
         leaves, tree = jax.tree.flatten(params)
@@ -75,7 +77,6 @@ class Window:
         else:
             where = find_mesh(API, self.axis_name, self.mesh, leaves)
             acc, weight = zero_rows(leaves, dtypes, where)
-        step = jnp.zeros((), jnp.int32)
         skip_state: Any = ()
         if self.should_skip is not None:
             _, skip_state = self._skip(optax.tree.zeros_like(params), step, params)
@@ -89,7 +90,6 @@ class Window:
             weight=weight,
             updated=jnp.zeros((), bool),
         )
-        self._steps(step)
         settled: MultiStepsState = settle(own_buffers(state, params), mesh_of(acc))
         return settled
 
@@ -100,35 +100,29 @@ class Window:
         given = read(API, updates, self.axis_name, self.mesh)
         tree: Any
         acc, tree = jax.tree.flatten(state.acc_grads)
-        paths = [
-            jax.tree_util.keystr(p) or "the gradient"
-            for p, _ in jax.tree_util.tree_leaves_with_path(state.acc_grads)
-        ]
-        shapes = [(x.shape, a.shape) for x, a in zip(given.sums, acc, strict=False)]
-        check_accumulators(API, given.tree, tree, dict(zip(paths, shapes, strict=False)))
+        shapes = [x.shape for x in given.sums], [x.shape for x in acc]
+        check_gradients(API, given.tree, shapes[0], tree, shapes[1])
         k = self._steps(state.gradient_step)
-        added = state._replace(
-            mini_step=optax.safe_increment(state.mini_step),
-            acc_grads=tree.unflatten(
-                [a + x.astype(a.dtype) for a, x in zip(acc, given.sums, strict=True)]
-            ),
-            weight=state.weight + given.weight,
-        )
-        full = added.mini_step >= k
+        skip: Any = False
+        counted = state._replace(mini_step=optax.safe_increment(state.mini_step))
         if given.where is None and self.should_skip is not None:
             skip, skip_state = self._skip(updates, state.gradient_step, params)
-            kept = {
-                name: jax.tree.map(
-                    lambda new, old: jnp.where(skip, old, new),
-                    getattr(added, name),
-                    getattr(state, name),
-                )
-                for name in ("mini_step", "acc_grads", "weight")
-            }
-            skip_state = jax.tree.map(as_before, skip_state, state.skip_state)
-            added = added._replace(skip_state=skip_state, **kept)
-            full = full & ~skip
-        return self._close(added, full, given.awaited, given.where, params, extra_args)
+            check_skip_state(skip_state, state.skip_state)
+            counted = counted._replace(
+                mini_step=jnp.where(skip, state.mini_step, counted.mini_step),
+                skip_state=jax.tree.map(as_before, skip_state, state.skip_state),
+            )
+
+        def add(sums: Any, weight: jax.Array) -> tuple[Any, jax.Array]:
+            def sum_of(old: jax.Array, new: jax.Array) -> jax.Array:
+                total = old + new.astype(old.dtype)
+                return total if skip is False else jnp.where(skip, old, total)
+
+            leaves = zip(jax.tree.leaves(sums), given.sums, strict=True)
+            return tree.unflatten([sum_of(a, x) for a, x in leaves]), sum_of(weight, given.weight)
+
+        full = (counted.mini_step >= k) & jnp.logical_not(skip)
+        return self._close(counted, add, full, given.awaited, given.where, params, extra_args)
 
     def flush(
         self, state: MultiStepsState, params: Any = None, **extra_args: Any
@@ -140,91 +134,98 @@ class Window:
             where = find_mesh(f"{API}.flush", self.axis_name, self.mesh, params, acc)
         like = acc
         if params is not None:
-            keyed, tree = jax.tree_util.tree_flatten_with_path(params)
-            like = [jnp.asarray(x) for _, x in keyed]
-            own = [a.shape if where is None else a.shape[1:] for a in acc]
-            paths = [jax.tree_util.keystr(path) or "the parameter" for path, _ in keyed]
-            shapes = [(x.shape, shape) for x, shape in zip(like, own, strict=False)]
+            like = [jnp.asarray(x) for x in jax.tree.leaves(params)]
             check_parameters(
-                tree, jax.tree.structure(state.acc_grads), dict(zip(paths, shapes, strict=False))
+                jax.tree.structure(params),
+                [x.shape for x in like],
+                jax.tree.structure(state.acc_grads),
+                [a.shape if where is None else a.shape[1:] for a in acc],
             )
         awaited = tuple(Awaited(dtype=x.dtype) for x in like)
-        return self._close(state, state.mini_step > 0, awaited, where, params, extra_args)
+        full = state.mini_step > 0
+        same = lambda sums, weight: (sums, weight)  # noqa: E731
+        return self._close(state, same, full, awaited, where, params, extra_args)
 
     def _close(
         self,
         state: MultiStepsState,
+        add: Callable[[Any, jax.Array], tuple[Any, jax.Array]],
         full: Any,
         awaited: Sequence[Awaited],
         where: DataMesh | None,
         params: Any,
         extra_args: dict[str, Any],
     ) -> tuple[Any, MultiStepsState]:
-        """Makes the step and opens a new window where this one is full.
+        """Adds the call's gradients, by `add`; where the window is full makes the step.
 
-        All communication is in the taken branch. Its condition depends on counters alone, which
-        are the same on all devices.
+        All communication is in the taken branch. Of rows, its condition depends on counters alone,
+        the same on all devices; of plain gradients on the skip too, and nothing communicates.
+
+        The sums do not pass through the branches, where XLA's CPU backend would copy them. A select
+        resets them afterwards, in place: it waits for the branch, as `closed` comes from there.
         """
-
         form: Any
-        extras, form = jax.tree.flatten(extra_args, is_leaf=is_unreduced)
-        rows = [x for x in extras if is_unreduced(x)]
+        keyed, form = jax.tree_util.tree_flatten_with_path(extra_args, is_leaf=is_unreduced)
+        extras = [x for _, x in keyed]
+        rows = {jax.tree_util.keystr(path): x for path, x in keyed if is_unreduced(x)}
         check_extra(API, rows, where)
 
-        def step(grads: Any, extra: Any, state: MultiStepsState) -> tuple[Any, MultiStepsState]:
-            updates, inner = self.opt.update(grads, state.inner_opt_state, params, **extra)
-            inner = jax.tree.map(as_before, inner, state.inner_opt_state)
-            count = optax.safe_increment(state.gradient_step)
-            done = jnp.ones((), bool)
-            return updates, state._replace(gradient_step=count, inner_opt_state=inner, updated=done)
+        none: Any = ()
+        small = state._replace(acc_grads=none, weight=none, updated=jnp.zeros((), bool))
 
-        def taken(state: MultiStepsState) -> tuple[Any, MultiStepsState]:
-            grads, reduced = self._mean(state, awaited, where, rows)
-            opened = state._replace(
-                mini_step=jnp.zeros((), jnp.int32),
-                acc_grads=jax.tree.map(zeros_of, state.acc_grads),
-                weight=zeros_of(state.weight),
-                updated=jnp.zeros((), bool),
-            )
+        def taken(state: MultiStepsState, sums: Any, weight: Any) -> tuple[Any, Any, jax.Array]:
+            extra_rows = list(rows.values())
+            grads, reduced = self._mean(sums, weight, state.mini_step, awaited, where, extra_rows)
+            opened = state._replace(mini_step=jnp.zeros((), jnp.int32))
 
             def apply(grads: Any, state: MultiStepsState) -> tuple[Any, MultiStepsState]:
-                means = iter(reduced)
-                extra = form.unflatten([next(means) if is_unreduced(x) else x for x in extras])
-                return step(grads, extra, state)
+                left = iter(reduced)
+                extra = form.unflatten([next(left) if is_unreduced(x) else x for x in extras])
+                updates, inner = self.opt.update(grads, state.inner_opt_state, params, **extra)
+                return updates, state._replace(
+                    gradient_step=optax.safe_increment(state.gradient_step),
+                    inner_opt_state=jax.tree.map(as_before, inner, state.inner_opt_state),
+                    updated=jnp.ones((), bool),
+                )
 
+            closed = jnp.ones((), bool)
             if where is None or self.should_skip is None:
-                return apply(grads, opened)
+                return *apply(grads, opened), closed
             skip, skip_state = self._skip(grads, state.gradient_step, params)
             skip = any_device(skip, where, split=any(a.layout.cut for a in awaited))
             check_skip_state(skip_state, state.skip_state)
             skip_state = jax.tree.map(as_before, skip_state, state.skip_state)
             opened = opened._replace(skip_state=skip_state)
             shapes = jax.eval_shape(apply, grads, opened)[0]
-            out: tuple[Any, MultiStepsState] = jax.lax.cond(
-                skip, lambda _, s: (jax.tree.map(zeros_of, shapes), s), apply, grads, opened
-            )
-            return out
+            dropped = lambda _, s: (jax.tree.map(zeros_of, shapes), s)  # noqa: E731
+            return *jax.lax.cond(skip, dropped, apply, grads, opened), closed
 
-        shapes = jax.eval_shape(taken, state)[0]
+        sums, weight = add(state.acc_grads, state.weight)
+        shapes = jax.eval_shape(taken, small, sums, weight)[0]
 
-        def waiting(state: MultiStepsState) -> tuple[Any, MultiStepsState]:
-            return jax.tree.map(zeros_of, shapes), state._replace(updated=jnp.zeros((), bool))
+        def waiting(state: MultiStepsState, *_: Any) -> tuple[Any, Any, jax.Array]:
+            return jax.tree.map(zeros_of, shapes), state, jnp.zeros((), bool)
 
-        updates, after = jax.lax.cond(full, taken, waiting, state)
+        updates, after, closed = jax.lax.cond(full, taken, waiting, small, sums, weight)
+        sums, weight = jax.tree.map(
+            lambda x: jnp.where(closed, jnp.zeros((), x.dtype), x), (sums, weight)
+        )
+        after = after._replace(acc_grads=sums, weight=weight)
         _contracts.check_state(after, state)
         return updates, after
 
     def _mean(
         self,
-        state: MultiStepsState,
+        total: Any,
+        weight: jax.Array,
+        calls: jax.Array,
         awaited: Sequence[Awaited],
         where: DataMesh | None,
         extras: Sequence[Unreduced],
     ) -> tuple[Any, list[jax.Array]]:
         """Returns the window's gradient and the means of `extras`: the one reduction, of rows."""
         tree: Any
-        sums, tree = jax.tree.flatten(state.acc_grads)
-        weight = state.weight
+        sums, tree = jax.tree.flatten(total)
         if where is None:
             divisor = weight if self.use_grad_mean else jnp.ones_like(weight)
             values = [
@@ -233,7 +234,7 @@ class Window:
             ]
             return tree.unflatten(values), []
         if not self.use_grad_mean:  # the mean, as many times as there were calls
-            weight = weight / state.mini_step.astype(weight.dtype)
+            weight = weight / calls.astype(weight.dtype)
         count = len(sums)
         sums = [*sums, *(x.sum for x in extras)]
         if not sums:

@@ -15,54 +15,83 @@ from gradaccum._unreduced_checks import check_no_rows, check_rows, check_untouch
 _MOST = np.iinfo(np.int32).max  # what the counters hold
 
 
-def check_accumulators(api: str, tree: Any, wanted: Any, got: Mapping[str, Any]) -> None:
-    """Raises ValueError unless gradients have the structure and shapes of the accumulators.
+def _misfits(paths: Sequence[str], got: Sequence[Any], wanted: Sequence[Any]) -> str:
+    triples = zip(paths, got, wanted, strict=True)
+    return "; ".join(
+        f"{p} has {tuple(g)}, its accumulator {tuple(w)}" for p, g, w in triples if g != w
+    )
+
+
+def check_gradients(
+    api: str, tree: Any, got: Sequence[Any], wanted_tree: Any, wanted: Sequence[Any]
+) -> None:
+    """Raises ValueError unless gradients have the structure and shapes of their accumulators.
 
     Args:
       api: what raises.
       tree: the structure of the gradients.
-      wanted: that of the accumulators.
-      got: by path, the shapes of each gradient and its accumulator.
+      got: their shapes.
+      wanted_tree: the structure of the accumulators.
+      wanted: their shapes.
     """
-    if tree != wanted:
+    if tree != wanted_tree:
         raise ValueError(
             f"{api}: the gradients have the structure {tree}, the parameters given to init had "
-            f"{wanted}. Give gradients of the same parameters."
+            f"{wanted_tree}. Give gradients of the same parameters."
         )
-    bad = [f"{p} has {tuple(g)}, its accumulator {tuple(a)}" for p, (g, a) in got.items() if g != a]
+    bad = _misfits(_paths(tree, "the gradient"), got, wanted)
     if bad:
         raise ValueError(
             f"{api}: shapes differ (with axis_name the first size is the rows, one a data device): "
-            f"{'; '.join(bad)}. Give gradients of the parameters given to init; for another number "
-            "of devices move the state with resize(state, mesh)."
+            f"{bad}. Give gradients of the parameters given to init; for another number of devices "
+            "move the state with resize(state, mesh)."
         )
 
 
+def check_parameters(
+    tree: Any, got: Sequence[Any], wanted_tree: Any, wanted: Sequence[Any]
+) -> None:
+    """Raises ValueError unless the parameters given to `flush` are those given to `init`."""
+    if tree != wanted_tree:
+        raise ValueError(
+            f"MultiSteps.flush: params have the structure {tree}, those given to init had "
+            f"{wanted_tree}. Give the parameters that update is given."
+        )
+    bad = _misfits(_paths(tree, "the parameter"), got, wanted)
+    if bad:
+        raise ValueError(
+            f"MultiSteps.flush: params of other shapes than those given to init: {bad}. Give the "
+            "parameters that update is given. (Inside a shard_map that splits them over the data "
+            "axes: flush outside of it.)"
+        )
+
+
+def _paths(tree: Any, alone: str) -> list[str]:
+    keyed = jax.tree_util.tree_leaves_with_path(tree.unflatten(range(tree.num_leaves)))
+    return [jax.tree_util.keystr(path) or alone for path, _ in keyed]
+
+
 def check_skip_state(new: Any, old: Any) -> None:
-    """Raises TypeError if a skip_state varies over axes that the old one does not vary over."""
-    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=False)
+    """Raises TypeError unless a skip_state has the structure, shapes and axes of the old one."""
+
+    def kinds(tree: Any) -> Any:
+        return jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
+
+    def shapes(tree: Any) -> list[Any]:
+        return [jax.tree.structure(tree), *map(jnp.shape, jax.tree.leaves(tree))]
+
+    if shapes(new) != shapes(old):
+        raise TypeError(
+            f"MultiSteps: should_skip_update_fn returned the skip_state {kinds(new)}; at init it "
+            f"was {kinds(old)}. Return the same structure and shapes in every call."
+        )
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
     axes = {a for x, y in pairs for a in varying_axes(x) - varying_axes(y)}
     if axes:
         names = ", ".join(map(repr, sorted(axes)))
         raise TypeError(
             f"MultiSteps: the skip_state of should_skip_update_fn varies over {names}: it was "
             "computed from one device's shard. Reduce it there, e.g. jax.lax.psum over that axis."
-        )
-
-
-def check_parameters(tree: Any, wanted: Any, shapes: Mapping[str, Any]) -> None:
-    """Raises ValueError unless the parameters given to `flush` are those given to `init`."""
-    if tree != wanted:
-        raise ValueError(
-            f"MultiSteps.flush: params have the structure {tree}, those given to init had {wanted}."
-        )
-    bad = [
-        f"{p} has {tuple(x)}, its accumulator {tuple(a)}" for p, (x, a) in shapes.items() if x != a
-    ]
-    if bad:
-        raise ValueError(
-            f"MultiSteps.flush: params of other shapes than those given to init: {'; '.join(bad)}. "
-            "(Inside a shard_map that splits them over the data axes: flush outside of it.)"
         )
 
 
@@ -98,22 +127,23 @@ def check_skip(returned: Any) -> tuple[jax.Array, Any]:
     return value, skip_state
 
 
-def check_extra(api: str, rows: Sequence[Any], where: DataMesh | None) -> None:
+def check_extra(api: str, rows: Mapping[str, Any], where: DataMesh | None) -> None:
     """Raises unless `Unreduced` values among the extra arguments can be reduced here."""
     if where is None:
-        check_no_rows(api, ["an extra argument"] * len(rows[:1]))
+        check_no_rows(api, list(rows))
         return
-    check_untouched(api, ["an extra argument"] * any(not x.is_whole() for x in rows))
+    check_untouched(api, [path for path, x in rows.items() if not x.is_whole()])
     if rows:
-        check_rows(api, {x.sum.shape[0] for x in rows}, where)
+        check_rows(api, {x.sum.shape[0] for x in rows.values()}, where)
 
 
 def check_our_state(state: Any, *, rows: bool) -> None:
     """Raises TypeError for a state that is not of `MultiSteps`, or of one with other rows."""
     if not hasattr(state, "weight") or not hasattr(state, "updated"):
+        kind = f"{type(state).__module__}.{type(state).__name__}"
         raise TypeError(
-            f"MultiSteps: the state is a {type(state).__name__}; give what init, update or resize "
-            "returned. From optax.MultiSteps one moves over between two windows: "
+            f"MultiSteps: the state is a {kind}; give what init, update or resize returned. From "
+            "optax.MultiSteps one moves over between two windows: "
             "tx.init(params)._replace(gradient_step=..., inner_opt_state=...)."
         )
     if rows != (state.weight.ndim > 0):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from absl import flags
 
-from absl_apps import bench, bench_flags, bench_measure, bench_steps, meshes
+from absl_apps import bench, bench_calls, bench_flags, bench_measure, bench_steps, meshes
 
 TINY = (
     "--grad_acc_steps=4",
@@ -99,6 +99,40 @@ def test_run(capsys, tmp_path):
     }
 
 
+def test_calls(capsys):
+    names = ",".join(bench_calls.CONTENDERS)
+    results = bench.bench(parse(*TINY, "--problem=calls", "--donate", f"--contenders={names}"))
+    printed = capsys.readouterr().out
+    cells, rows = table(printed), results["contenders"]
+    tree, leaves = 2 * 2 * 32 * 128 * 4, 4  # two MLPs of two matrices
+    assert results["gradient_bytes"] == tree
+    assert printed.startswith("4 matrices of 32 x 128, adamw, 4 calls of 16 rows, float32: a grad")
+    assert "gradaccum: one cross-device mean in a branch (counts once), checked" in printed
+
+    # In each of 4 calls the gradients and the loss; or once the gradients and each one's weight.
+    for name in "optax", "plain":
+        assert rows[name]["all_reduces"] == 4
+        assert rows[name]["all_reduce_bytes"] == 4 * (tree + 4)
+    assert (rows["gradaccum"]["all_reduces"], rows["gradaccum"]["calls"]) == (1, 4)
+    assert rows["gradaccum"]["all_reduce_bytes"] == tree + 4 * leaves
+    assert cells["gradaccum"]["all-reduces a window"] == "1"
+    assert cells["optax"]["bytes a window"] == f"{4 * (tree + 4):,}"
+    for name, row in rows.items():
+        assert max(results["differences"][name].values()) <= 1e-5
+        assert len(row["seconds"]) == 2
+        assert row["other_collective_bytes"] == {}
+        # Adam's two moments and the accumulator: a device holds one row of it.
+        assert 3 * tree <= row["state_bytes"] < 3 * tree + 100
+        assert cells[name]["temporary memory, gradient trees"].endswith(" + 3.00 state")
+    assert printed.rstrip().endswith(": the same")
+
+
+def test_the_default_contenders_are_those_of_the_problem(capsys):
+    results = bench.bench(parse(*TINY, "--problem=calls", "--noprogram_size"))
+    assert list(results["contenders"]) == list(table(capsys.readouterr().out))
+    assert list(results["contenders"]) == ["optax", "gradaccum"]
+
+
 def test_bfloat16_agrees_within_its_own_tolerance(capsys):
     results = bench.bench(parse(*TINY, "--dtype=bfloat16", "--noprogram_size"))
     assert results["gradient_bytes"] == TREE // 2
@@ -146,6 +180,14 @@ def test_a_nan_is_refused():
         bench_measure.compare({"gradaccum": ours, "shard_map": theirs}, before, "float32")
 
 
+def test_every_array_of_the_parameters_is_compared():
+    before, loss = [jnp.zeros((2, 2)), jnp.zeros((3,))], jnp.ones(())
+    ours, theirs = ([jnp.ones((2, 2)), jnp.full((3,), x)] for x in (1.0, 2.0))
+    values = {"gradaccum": (ours, loss), "optax": (theirs, loss)}
+    with pytest.raises(ArithmeticError, match=r"'optax': .*'update': 0\.65"):
+        bench_measure.compare(values, before, "float32")
+
+
 def test_what_is_only_compiled_is_not_measured(capsys, monkeypatch):
     here = meshes.make({"dp": 8}, "--dp=8")
     monkeypatch.setattr(bench, "mesh_elsewhere", lambda topology, axes: here)
@@ -159,13 +201,22 @@ def test_what_is_only_compiled_is_not_measured(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("name", bench_steps.CONTENDERS)
-def test_donate_gives_the_parameters_to_every_step(name, donate):
+@pytest.mark.parametrize(
+    ("problem", "name"),
+    [(problem, name) for problem, names in bench_flags.CONTENDERS.items() for name in names],
+)
+def test_donate_gives_parameters_and_state_to_every_step(problem, name, donate):
     mesh = meshes.make({"dp": 8}, "--dp=8")
-    problem = bench_steps.Problem(mesh, 2, 16, 32, 2, jnp.dtype("float32"), donate)
-    step = bench_steps.CONTENDERS[name](problem)
-    (params, *_), _ = step.jitted.lower(*step.shapes).args_info
-    assert params.donated == donate
+    sizes = bench_flags.PROBLEMS[problem](mesh, 2, 16, 32, 2, jnp.dtype("float32"), donate)
+    step = bench_flags.CONTENDERS[problem][name](sizes)
+    (*held, batch), _ = step.jitted.lower(*step.shapes).args_info
+    assert {x.donated for x in jax.tree.leaves(held)} == {donate}
+    assert not batch.donated
+
+
+def test_donated_steps_are_given_copies():
+    results = bench.bench(parse(*TINY, "--donate", "--noprogram_size"))
+    assert all(len(row["seconds"]) == 2 for row in results["contenders"].values())
 
 
 ############################################ Mistakes ############################################
@@ -183,12 +234,13 @@ def test_donate_gives_the_parameters_to_every_step(name, donate):
             r"100 rows are not divisible by .* 4 \* 3 \* 1 = 12; .* is: 96 or 108\.",
         ),
         (["--num_slices=2"], r"grad_acc_steps \* dp \* num_slices = 64 \* 8 \* 2 = 1024"),
-        (["--donate"], r"--donate is for what is only compiled: give --topology\."),
         (["--rounds=0"], r"--rounds=0"),
         (["--dtype=float8"], r"float32\|bfloat16"),
         (["--contenders=naive"], r"got naive; .* gradaccum among them: ratios are to it"),
         (["--contenders=gradaccum,pmap"], r"pmap unknown; choose of naive, multisteps"),
         (["--contenders=gradaccum,gradaccum"], r"each once"),
+        (["--problem=calls", "--contenders=naive,gradaccum"], r"naive unknown; choose of optax, g"),
+        (["--problem=pmap"], r"steps\|calls"),
         (["--json=/nowhere/x.json"], r"there is no directory /nowhere"),
         (["--grad_acc=4"], r"Unknown command line flag 'grad_acc'"),
         (["64"], r"'64' is not a flag"),
@@ -228,7 +280,7 @@ def test_help_is_complete(capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("The manual.\n")
     assert re.findall(r"^  --(\w+)$", printed, re.M) == grouped
-    assert "Microbatches a step, on each device. Default: 64." in printed
+    assert "Microbatches a step, on each device; or calls a window. Default: 64." in printed
 
 
 ######################################## The real command ########################################

@@ -104,8 +104,8 @@ def test_state_and_parameters_are_donated(way, inner):
 
 
 @pytest.mark.parametrize("way", ["plain", "mesh"])
-def test_a_call_that_waits_copies_nothing_but_accumulators(way):
-    """Those XLA's CPU backend copies once; state donated, returned in the arguments' order."""
+def test_a_call_that_waits_copies_nothing(way):
+    """The state donated, and returned in the arguments' order."""
     way = WAYS[way]
     step, (params, state, rows) = program(way, way.tx(optax.adamw(1e-2), 2))
     text = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, rows).compile().as_text()
@@ -113,8 +113,7 @@ def test_a_call_that_waits_copies_nothing_but_accumulators(way):
     body = re.search(rf"\n%{re.escape(waits)} \(.*?\n}}", text, re.S)[0]
     assert "all-reduce" not in body
     copied = [c for c in re.findall(r"= f32\[([\d,]*)\]\S* copy\(", body) if c not in ("", "1,3")]
-    n = () if way.grads == "plain" else (1,)
-    assert sorted(copied) == sorted(",".join(map(str, (*n, *s))) for s in SHAPES.values())
+    assert copied == []
     assert re.findall(r"f32\[\d.*copy\(", text[text.index("\nENTRY") :]) == []
 
 
@@ -137,7 +136,7 @@ REFUSED = {
     # what -> options, gradients, error, message
     "rows without an axis": (
         {}, rows, TypeError,
-        "MultiSteps: ['a'], ['b']: an Unreduced gradient, but axis_name was not given. Give the",
+        "MultiSteps: ['a'], ['b']: an Unreduced value, but axis_name was not given. Give the",
     ),
     "plain with an axis": (
         ON, lambda: PARAMS, TypeError,

@@ -160,9 +160,14 @@ NOT_ADDED = {
         {"a": hand(3), "b": hand(2)},
         {"a": hand(4), "b": hand(2)},
         ValueError,
-        r"add: rows of different shapes: \(8, 3\) and \(8, 4\); required: the same",
+        r"add: rows of different shapes: \['a'\] \(8, 3\) and \(8, 4\); required: the same",
     ),
-    "rows": (hand(), hand(n=4), ValueError, r"rows of different shapes: \(8,\) and \(4,\)"),
+    "rows": (
+        hand(),
+        hand(n=4),
+        ValueError,
+        r"shapes: the tree \(8,\) and \(4,\)",
+    ),
     "axis": (
         hand(),
         hand(axis_name=("r", "d")),

@@ -21,14 +21,14 @@ class Gradients:
     Attributes:
       sums: one for each leaf: gradients, or rows of them `[n, *shape]`.
       tree: their structure.
-      weight: what they count: float32 `[]`, or `[n, leaves]` of rows.
+      weights: what they count: of rows float32 `[n]` each, else one `[]`.
       awaited: how the mean of each is taken, and its dtype.
       where: the data axes of rows; None: gradients that are whole.
     """
 
     sums: list[jax.Array]
     tree: Any
-    weight: jax.Array
+    weights: list[jax.Array]
     awaited: tuple[Awaited, ...]
     where: DataMesh | None
 
@@ -47,7 +47,7 @@ def read(api: str, grads: Any, axis_name: AxisName | None, mesh: Any) -> Gradien
         _unreduced_checks.check_no_rows(api, list(rows))
         arrays = [jnp.asarray(x) for x in leaves.values()]
         awaited = tuple(Awaited(dtype=x.dtype) for x in arrays)
-        return Gradients(arrays, tree, jnp.ones((), jnp.float32), awaited, None)
+        return Gradients(arrays, tree, [jnp.ones((), jnp.float32)], awaited, None)
     if rows:
         _unreduced_checks.check_all_unreduced(
             api, {p: x for p, x in leaves.items() if p not in rows}
@@ -55,8 +55,7 @@ def read(api: str, grads: Any, axis_name: AxisName | None, mesh: Any) -> Gradien
         return _read_rows(api, rows, tree, axis_name, mesh)
     where = data_mesh(api, axis_name, mesh)
     if not leaves:
-        none = jnp.zeros((1 if where.manual else where.size, 0), jnp.float32)
-        return Gradients([], tree, none, (), where)
+        return Gradients([], tree, [], (), where)
     _unreduced_checks.check_manual(api, where, list(leaves))
     return _read_local(api, {p: jnp.asarray(x) for p, x in leaves.items()}, tree, where)
 
@@ -71,13 +70,8 @@ def _read_rows(
     if axes and set(axes.values()) != {None}:  # None: made on one device, without a mesh
         _unreduced_checks.check_same_axes(api, {"axis_name": axis_name, **axes})
     where = where_of(api, some, axis_name, mesh)
-    weights = [x.weight for x in some]
-    if all(w is weights[0] for w in weights):  # as one call makes them
-        weight = jnp.broadcast_to(weights[0][:, None], (weights[0].shape[0], len(some)))
-    else:
-        weight = jnp.stack(weights, 1)
     awaited = tuple(_with_dtype(x) for x in some)
-    return Gradients([x.sum for x in some], tree, weight, awaited, where)
+    return Gradients([x.sum for x in some], tree, [x.weight for x in some], awaited, where)
 
 
 def _with_dtype(x: Unreduced) -> Awaited:
@@ -95,11 +89,11 @@ def _read_local(api: str, leaves: dict[str, jax.Array], tree: Any, where: DataMe
         _unreduced_checks.check_unsummed(
             api, [p for p, v in lacking.items() if not v.issuperset(axes)], where
         )
-    weight = vary(jnp.ones((1, len(leaves)), jnp.float32), axes if is_typed(axes) else ())
+    weight = vary(jnp.ones((1,), jnp.float32), axes if is_typed(axes) else ())
     return Gradients(
         [x[None] for x in leaves.values()],
         tree,
-        weight,
+        [weight] * len(leaves),
         tuple(Awaited(dtype=x.dtype) for x in leaves.values()),
         where,
     )

@@ -65,7 +65,7 @@ class _Reduction:
         def local(sums: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
             return _reduce.mean_of_rows(
                 [x[0] for x in sums],
-                jnp.concatenate([w[0].reshape(-1) for w in weights]),
+                [w[0] for w in weights],
                 [None if a.total else i for i, a in zip(self.which, awaited, strict=True)],
                 where,
                 layouts,
@@ -120,8 +120,8 @@ def means(
 
     Args:
       sums: `[n, *shape]` each.
-      weights: the different ones: float32 `[n]` each, or `[n, u]` of u.
-      which: the place of each sum's weight among all these.
+      weights: float32 `[n]` each.
+      which: the place of each sum's weight among them.
       awaited: how each mean is taken.
       where: the data axes.
     """

@@ -257,7 +257,7 @@ def all_reduce_mean(
 
     Cost:
       One reduction a call, of each gradient byte once (scattered where `grad_specs` said so), and 4
-      bytes a leaf.
+      bytes of each different weight.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, gradaccum
@@ -282,7 +282,7 @@ def all_reduce_mean(
         if not given.sums:
             return updates, state
         which = range(len(given.sums))
-        grads = means(given.sums, [given.weight], which, given.awaited, given.where)
+        grads = means(given.sums, given.weights, which, given.awaited, given.where)
         return given.tree.unflatten(grads), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

@@ -25,7 +25,7 @@ class Sums(NamedTuple):
     """
 
     loss: Any  # []: sum of w * loss; None beside rows
-    weight: Any  # []: sum of w, where there are weights; of rows [u], the different ones
+    weight: Any  # []: sum of w, where there are weights; of rows a list
     aux: list[Any]  # per aux leaf: the sum of w * aux (MEAN) or of aux (SUM)
     grads: list[Any]  # per array leaf, broadcast ones: the sum of scale * w * gradient
 
@@ -195,7 +195,7 @@ def reduce_sum(
 
 def mean_of_rows(
     rows: Sequence[jax.Array],
-    weights: jax.Array,
+    weights: Sequence[jax.Array],
     which: Sequence[int | None],
     where: DataMesh,
     layouts: Layouts,
@@ -206,7 +206,7 @@ def mean_of_rows(
 
     Args:
       rows: this device's sums.
-      weights: what they add up to, float32 `[u]`.
+      weights: what they add up to, float32 `[]` each.
       which: the place of each row's weight; None: no mean but the sum.
       where: the data axes.
       layouts: how each mean is to lie.
@@ -216,16 +216,16 @@ def mean_of_rows(
     scaled = [
         g if s == 1 else g * jnp.asarray(s, g.dtype) for g, s in zip(rows, scales, strict=True)
     ]
-    own = Sums(None, weights, [], scaled)
+    own = Sums(None, list(weights), [], scaled)
     total = reduce_sum(own, where, layouts, reduce_dtypes)
-    empty = total.weight == 0
-    divisors = jnp.where(empty, 1, total.weight)
 
     def mean(g: jax.Array, i: int | None, scale: float) -> jax.Array:
         if i is None:
             return g
         wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))  # a weight may overflow float16
-        return jnp.where(empty[i], 0, wide / (divisors[i] * scale).astype(wide.dtype))
+        empty = total.weight[i] == 0
+        divisor = jnp.where(empty, 1, total.weight[i]) * scale
+        return jnp.where(empty, 0, wide / divisor.astype(wide.dtype))
 
     return [mean(g, i, s) for g, i, s in zip(total.grads, which, scales, strict=True)]
 

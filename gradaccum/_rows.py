@@ -20,7 +20,7 @@ from gradaccum._mesh import (
 )
 from gradaccum._shard import data_region, explicit_as_auto, row_spec
 from gradaccum._specs import Dims, dims_of, only, spec_of, without
-from gradaccum._state import MultiStepsState
+from gradaccum._state import MultiStepsState, has_rows
 
 
 def settle(tree: Any, mesh: Mesh | None) -> Any:
@@ -54,23 +54,26 @@ def zeros(leaves: Sequence[jax.Array], dtypes: Sequence[Any]) -> list[jax.Array]
 
 def zero_rows(
     leaves: Sequence[jax.Array], dtypes: Sequence[Any], where: DataMesh
-) -> tuple[list[jax.Array], jax.Array]:
-    """Returns zero rows `[n, *shape]`, laid out as the leaves otherwise; weights `[n, leaves]`."""
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns zero rows `[n, *shape]`, laid out as the leaves otherwise; weights `[n]`."""
     where = explicit_as_auto(where, leaves)
     if any(isinstance(x, jax.core.Tracer) for x in leaves) or where.manual:
         return _zero_rows(where, tuple(dtypes), list(leaves))
-    rows: tuple[list[jax.Array], jax.Array] = _jitted_zero_rows(where, tuple(dtypes), list(leaves))
+    rows: tuple[list[jax.Array], list[jax.Array]]
+    rows = _jitted_zero_rows(where, tuple(dtypes), list(leaves))
     return rows
 
 
 def _zero_rows(
     where: DataMesh, dtypes: tuple[Any, ...], leaves: list[jax.Array]
-) -> tuple[list[jax.Array], jax.Array]:
+) -> tuple[list[jax.Array], list[jax.Array]]:
     typed = where.axis_names if where.manual and is_typed(where.axis_names) else ()
 
-    def local(leaves: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    def local(leaves: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         rows = [_zero(x, d)[None] for x, d in zip(leaves, dtypes, strict=True)]
-        return [vary(x, typed) for x in rows], vary(jnp.zeros((1, len(leaves)), jnp.float32), typed)
+        return [vary(x, typed) for x in rows], [
+            vary(jnp.zeros((1,), jnp.float32), typed) for _ in leaves
+        ]
 
     if not where.axis_names or where.manual:
         return local(leaves)
@@ -83,7 +86,7 @@ def _zero_rows(
         out_specs=data,
         out_types=([row_spec(where, jax.typeof(x).sharding.spec) for x in leaves], data),
     )
-    out: tuple[list[jax.Array], jax.Array] = region(leaves)
+    out: tuple[list[jax.Array], list[jax.Array]] = region(leaves)
     return out
 
 
@@ -113,13 +116,14 @@ def resize(tree: Any, axis_name: AxisName | None, mesh: Mesh | AbstractMesh) -> 
     def node(x: Any) -> Any:
         if not is_state(x):
             return moved(x)
-        row = moved_row if x.weight.ndim else moved
+        row = moved_row if has_rows(x) else moved
         rest = {
             name: walk(value)
             for name, value in x._asdict().items()
             if name not in ("acc_grads", "weight")
         }
-        return x._replace(acc_grads=jax.tree.map(row, x.acc_grads), weight=row(x.weight), **rest)
+        sums, weight = jax.tree.map(row, (x.acc_grads, x.weight))
+        return x._replace(acc_grads=sums, weight=weight, **rest)
 
     def walk(tree: Any) -> Any:
         return jax.tree.map(node, tree, is_leaf=is_state)

@@ -21,7 +21,7 @@ class MultiStepsState(NamedTuple):
         with `axis_name` `[n, *shape]`, one row a data device.
       skip_state: what `should_skip_update_fn` returned last.
       weight: what `acc_grads` is to be divided by, float32: the number of calls `[]`; or
-        `[n, leaves]`, the sum of each leaf's `Unreduced.weight`.
+        for each leaf `[n]`, the sum of its `Unreduced.weight`.
       updated: bool `[]`, whether the last call made a step.
 
     `init`, jitted or not, lays it out. Where you do (`out_shardings`), put the data axes before the
@@ -34,8 +34,14 @@ class MultiStepsState(NamedTuple):
     inner_opt_state: Any
     acc_grads: Any
     skip_state: Any
-    weight: jax.Array
+    weight: Any
     updated: jax.Array
+
+
+def has_rows(state: Any) -> bool:
+    """Whether a state has one row a data device of each accumulator."""
+    weights = jax.tree.leaves(state.weight)
+    return not weights or weights[0].ndim > 0
 
 
 def zeros_of(x: Any) -> jax.Array:

@@ -76,7 +76,8 @@ class Window:
             acc, weight = zeros(leaves, dtypes), jnp.zeros((), jnp.float32)
         else:
             where = find_mesh(API, self.axis_name, self.mesh, leaves)
-            acc, weight = zero_rows(leaves, dtypes, where)
+            acc, weights = zero_rows(leaves, dtypes, where)
+            weight = tree.unflatten(weights)
         skip_state: Any = ()
         if self.should_skip is not None:
             _, skip_state = self._skip(optax.tree.zeros_like(params), step, params)
@@ -113,13 +114,17 @@ class Window:
                 skip_state=jax.tree.map(as_before, skip_state, state.skip_state),
             )
 
-        def add(sums: Any, weight: jax.Array) -> tuple[Any, jax.Array]:
+        def add(sums: Any, weight: Any) -> tuple[Any, Any]:
             def sum_of(old: jax.Array, new: jax.Array) -> jax.Array:
                 total = old + new.astype(old.dtype)
                 return total if skip is False else jnp.where(skip, old, total)
 
-            leaves = zip(jax.tree.leaves(sums), given.sums, strict=True)
-            return tree.unflatten([sum_of(a, x) for a, x in leaves]), sum_of(weight, given.weight)
+            def added(old: Any, new: Sequence[jax.Array]) -> Any:
+                form: Any
+                leaves, form = jax.tree.flatten(old)
+                return form.unflatten([sum_of(a, x) for a, x in zip(leaves, new, strict=True)])
+
+            return added(sums, given.sums), added(weight, given.weights)
 
         full = (counted.mini_step >= k) & jnp.logical_not(skip)
         return self._close(counted, add, full, given.awaited, given.where, params, extra_args)
@@ -149,7 +154,7 @@ class Window:
     def _close(
         self,
         state: MultiStepsState,
-        add: Callable[[Any, jax.Array], tuple[Any, jax.Array]],
+        add: Callable[[Any, Any], tuple[Any, Any]],
         full: Any,
         awaited: Sequence[Awaited],
         where: DataMesh | None,
@@ -217,7 +222,7 @@ class Window:
     def _mean(
         self,
         total: Any,
-        weight: jax.Array,
+        weight: Any,
         calls: jax.Array,
         awaited: Sequence[Awaited],
         where: DataMesh | None,
@@ -233,13 +238,14 @@ class Window:
                 for x, a in zip(sums, awaited, strict=True)
             ]
             return tree.unflatten(values), []
+        weights = jax.tree.leaves(weight)
         if not self.use_grad_mean:  # the mean, as many times as there were calls
-            weight = weight / calls.astype(weight.dtype)
+            weights = [w / calls.astype(w.dtype) for w in weights]
         count = len(sums)
         sums = [*sums, *(x.sum for x in extras)]
         if not sums:
             return tree.unflatten([]), []
-        weights = [weight, *(x.weight for x in extras)]
+        weights = [*weights, *(x.weight for x in extras)]
         ways = [*awaited, *(x.awaited for x in extras)]
         values = means(sums, weights, range(len(sums)), ways, where)
         return tree.unflatten(values[:count]), values[count:]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradaccum._mesh import DataMesh, varying_axes
+from gradaccum._state import has_rows
 from gradaccum._unreduced_checks import check_no_rows, check_rows, check_untouched, kind_of
 
 _MOST = np.iinfo(np.int32).max  # what the counters hold
@@ -146,7 +147,7 @@ def check_our_state(state: Any, *, rows: bool) -> None:
             "optax.MultiSteps one moves over between two windows: "
             "tx.init(params)._replace(gradient_step=..., inner_opt_state=...)."
         )
-    if rows != (state.weight.ndim > 0):
+    if rows != has_rows(state):
         made, used = ("without", "with") if rows else ("with", "without")
         raise TypeError(
             f"MultiSteps: the state was made {made} axis_name and is used {used} it. Give "

@@ -14,6 +14,7 @@ APPS = ["tqdm>=4.60"]
 TEST = [
     *APPS,
     "pytest>=8",
+    "pytest-xdist>=3.5",
     "hypothesis>=6.100",
     "flax>=0.12",
     "orbax-checkpoint>=0.11",

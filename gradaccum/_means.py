@@ -70,7 +70,7 @@ class _Reduction:
                 where,
                 layouts,
                 [a.reduce_dtype for a in awaited],
-                [a.scale if _is_small(a.reduce_dtype) else 1.0 for a in awaited],
+                [a.scale if is_small(a.reduce_dtype) else 1.0 for a in awaited],
             )
 
         if where.axis_names and not where.manual:
@@ -94,8 +94,8 @@ class _Reduction:
         return spec_of(without(own, self.where.axis_names))
 
 
-def _is_small(dtype: Any) -> bool:
-    """Whether sums may overflow in the dtype: in float16, not in bfloat16."""
+def is_small(dtype: Any) -> bool:
+    """Whether sums may overflow in a dtype: in float16, not in bfloat16."""
     return dtype is not None and float(jnp.finfo(dtype).max) < 1e30  # type: ignore[no-untyped-call]
 
 

@@ -18,6 +18,7 @@ from gradaccum._mesh import AxisName, check_axes
 from gradaccum._rows import resize
 from gradaccum._state import MultiStepsState
 from gradaccum._window import API, Window, schedule_of
+from gradaccum._window_checks import check_arguments
 
 
 class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -124,6 +125,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
         mesh: Mesh | AbstractMesh | None = None,
     ) -> MultiSteps:
         axis_name = _checked_axes(API, axis_name, mesh)
+        check_arguments(opt, use_grad_mean)
         window = Window(
             opt=optax.with_extra_args_support(opt),
             every_k=schedule_of(every_k_schedule),

@@ -39,9 +39,12 @@ def settle(tree: Any, mesh: Mesh | None) -> Any:
     return jax.tree.map(put, tree)
 
 
-def _zero(x: jax.Array, dtype: Any) -> jax.Array:
-    # Not `zeros_like`: as a value of `x`, the partitioner lays the zeros out as it does `x`.
-    zero = jnp.where(jnp.zeros((), bool), x, jnp.zeros((), x.dtype)).astype(dtype)
+def _zero(x: jax.Array, dtype: Any, *, hidden: bool = True) -> jax.Array:
+    # Not `zeros_like`: as a value of `x`, the partitioner lays the zeros out as it does `x`. Where
+    # it is not `hidden`, the TPU's compiler knows the result before it lays anything out.
+    never = jnp.zeros((), bool)
+    never = jax.lax.optimization_barrier(never) if hidden else never
+    zero = jnp.where(never, x, jnp.zeros((), x.dtype)).astype(dtype)
     return vary(zero, varying_axes(x))
 
 
@@ -68,9 +71,11 @@ def _zero_rows(
     where: DataMesh, dtypes: tuple[Any, ...], leaves: list[jax.Array]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     typed = where.axis_names if where.manual and is_typed(where.axis_names) else ()
+    # Else there is nothing to follow, and leaves that are split over data axes need no gather.
+    model = any(size > 1 for a, size in where.sizes if a not in where.axis_names)
 
     def local(leaves: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-        rows = [_zero(x, d)[None] for x, d in zip(leaves, dtypes, strict=True)]
+        rows = [_zero(x, d, hidden=model)[None] for x, d in zip(leaves, dtypes, strict=True)]
         return [vary(x, typed) for x in rows], [
             vary(jnp.zeros((1,), jnp.float32), typed) for _ in leaves
         ]

@@ -24,9 +24,9 @@ class MultiStepsState(NamedTuple):
         for each leaf `[n]`, the sum of its `Unreduced.weight`.
       updated: bool `[]`, whether the last call made a step.
 
-    `init`, jitted or not, lays it out. Where you do (`out_shardings`), put the data axes before the
-    parameter's own spec in `acc_grads` and `weight`: with that spec alone, every device would hold
-    all rows.
+    `init`, jitted or not, lays `acc_grads` and `weight` out. Where you do (`out_shardings`), put
+    the data axes before the parameter's own spec: with that alone, every device would hold all
+    rows.
     """
 
     mini_step: jax.Array

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from gradaccum import _contracts
 from gradaccum._given import read
-from gradaccum._means import Awaited, means
+from gradaccum._means import Awaited, is_small, means
 from gradaccum._mesh import AxisName, DataMesh, find_mesh, mesh_of
 from gradaccum._reduce import any_device, narrow
 from gradaccum._rows import settle, zero_rows, zeros
@@ -239,6 +239,8 @@ class Window:
             ]
             return tree.unflatten(values), []
         weights = jax.tree.leaves(weight)
+        if any(is_small(a.reduce_dtype) for a in awaited):  # `Awaited.scale` is of one call
+            sums, weights = ([x / calls.astype(x.dtype) for x in xs] for xs in (sums, weights))
         if not self.use_grad_mean:  # the mean, as many times as there were calls
             weights = [w / calls.astype(w.dtype) for w in weights]
         count = len(sums)

@@ -16,6 +16,20 @@ from gradaccum._unreduced_checks import check_no_rows, check_rows, check_untouch
 _MOST = np.iinfo(np.int32).max  # what the counters hold
 
 
+def check_arguments(opt: Any, use_grad_mean: Any) -> None:
+    """Raises TypeError for what is no optimizer, or no bool."""
+    if not hasattr(opt, "init") or not hasattr(opt, "update"):
+        raise TypeError(
+            f"MultiSteps: opt is {opt!r}; it must be an optax.GradientTransformation, such as "
+            "optax.adamw(3e-4)."
+        )
+    if not isinstance(use_grad_mean, bool | np.bool_):
+        raise TypeError(
+            f"MultiSteps: use_grad_mean is {use_grad_mean!r}; it must be a bool. (Data axes go by "
+            "name: axis_name=...)"
+        )
+
+
 def _misfits(paths: Sequence[str], got: Sequence[Any], wanted: Sequence[Any]) -> str:
     triples = zip(paths, got, wanted, strict=True)
     return "; ".join(

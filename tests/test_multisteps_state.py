@@ -277,8 +277,7 @@ def test_all_reduce_mean_is_a_step_a_call(name):
         audit.assert_one_reduction(step, *args, axis_name="dp", mesh=way.mesh)
         crossed = audit.collectives(step, *args, mesh=way.mesh).totals["dp"].bytes
     assert_close(got, in_full_batches(MOMENTUM, params, batch, [1, 1], reduction))
-    weights = 0 if way.grads == "local" else 4  # one for all; local ones are constants, and folded
-    assert crossed == (BYTES - 12) / (2 if way.specs == "split" else 1) + weights
+    assert crossed == (BYTES - 12) / (2 if way.specs == "split" else 1) + 4  # one weight for all
 
 
 def test_all_reduce_mean_refuses():

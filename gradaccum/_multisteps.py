@@ -83,10 +83,10 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
 
     Cost:
       Collectives: none in k - 1 of k calls; in the k-th each byte of gradients and `Unreduced`
-      arguments once, 4 more a leaf (and over manual axes a flag of `should_skip_update_fn`).
+      arguments once, 4 more a leaf (and over manual axes a flag of `should_skip_update_fn`). Not
+      under `jax.vmap` over states, which makes the branch a select: map the loss instead.
       Memory: one accumulator a device, whole over the data axes, else laid out as the parameters.
-      All of the state may be donated, and is then updated in place. Each call writes a tree of
-      zeros or updates.
+      All of the state may be donated, and is then updated in place.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, gradaccum

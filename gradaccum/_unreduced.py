@@ -143,7 +143,8 @@ def mean(tree: Any) -> Any:
 
     Cost:
       Each byte of `sum` once over the data axes, 4 bytes for each different weight. Take it once a
-      window; of gradients, `gradaccum.MultiSteps` does.
+      window; of gradients, `gradaccum.MultiSteps` does. Of losses that a `lax.scan` over calls has
+      stacked, `jax.vmap(gradaccum.mean)` is one reduction for all.
 
     Example:
       >>> import jax, jax.numpy as jnp, gradaccum

@@ -28,7 +28,8 @@ def check_untouched(api: str, touched: Sequence[str]) -> None:
         raise TypeError(
             f"{api}: {', '.join(touched)}: the parts of this gradaccum.Unreduced do not belong "
             "together: a transformation has computed with its rows, which is not computing with "
-            "their mean. Put it after the mean: inside MultiSteps, or after all_reduce_mean."
+            "their mean. Put it after the mean: inside MultiSteps, or after all_reduce_mean. "
+            "(Values that a scan stacked: jax.vmap(gradaccum.mean).)"
         )
 
 

@@ -166,8 +166,8 @@ class Window:
         All communication is in the taken branch. Of rows, its condition depends on counters alone,
         the same on all devices; of plain gradients on the skip too, and nothing communicates.
 
-        The sums do not pass through the branches, where XLA's CPU backend would copy them. A select
-        resets them afterwards, in place: it waits for the branch, as `closed` comes from there.
+        The sums do not pass through the first cond's branches, where XLA's CPU backend would copy
+        them. A second one resets them in place, after the first: `closed` comes from there.
         """
         form: Any
         keyed, form = jax.tree_util.tree_flatten_with_path(extra_args, is_leaf=is_unreduced)
@@ -212,9 +212,7 @@ class Window:
             return jax.tree.map(zeros_of, shapes), state, jnp.zeros((), bool)
 
         updates, after, closed = jax.lax.cond(full, taken, waiting, small, sums, weight)
-        sums, weight = jax.tree.map(
-            lambda x: jnp.where(closed, jnp.zeros((), x.dtype), x), (sums, weight)
-        )
+        sums, weight = jax.lax.cond(closed, _zeros, lambda x: x, (sums, weight))
         after = after._replace(acc_grads=sums, weight=weight)
         _contracts.check_state(after, state)
         return updates, after
@@ -267,3 +265,7 @@ class Window:
     def _skip(self, updates: Any, gradient_step: Any, params: Any) -> tuple[jax.Array, Any]:
         assert self.should_skip is not None
         return check_skip(self.should_skip(updates, gradient_step, params))
+
+
+def _zeros(tree: Any) -> Any:
+    return jax.tree.map(zeros_of, jax.tree.map(jax.typeof, tree))

@@ -18,8 +18,8 @@ A window of 8 calls: optax.MultiSteps in a jitted step against gradaccum.MultiSt
     python -m absl_apps.bench --problem=calls --grad_acc_steps=8 --n_layer=1 --donate
 
 The parameters are two matrices of 512 x 2048, a call has 64 rows, and both donate parameters and
-state. Expected: optax's 8 calls take at least 3 times as long; three runs at a load average of 6 to
-7 gave 3.21 to 3.35. All-reduces and bytes are those of all 8 calls, 8 and 67,108,896 against 1 and
+state. Expected: optax's 8 calls take at least 3 times as long; three runs at a load average of 2 to
+4 gave 3.22 to 3.54. All-reduces and bytes are those of all 8 calls, 8 and 67,108,896 against 1 and
 8,388,616: what gradaccum has in a branch counts once, since only the call that updates takes it.
 --contenders=optax,plain,gradaccum adds gradaccum.MultiSteps with jit's gradients: 8 all-reduces as
 well, but adamw in one call of 8.

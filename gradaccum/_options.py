@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from optax.microbatching import AccumulationType
 
 from gradaccum._arguments import Arguments, Selection
 from gradaccum._mesh import AxisName, DataMesh, Unset
-from gradaccum._reduce import narrow
+from gradaccum._reduce import accumulator_of
 from gradaccum._specs import Specs
 
 
@@ -42,9 +41,7 @@ class Options:
 
     def accumulator_of(self, dtype: Any) -> Any:
         """Returns the dtype that gradients of this dtype are accumulated in."""
-        if self.accumulator_dtype is None:
-            return jnp.promote_types(dtype, jnp.float32)
-        return narrow(dtype, self.accumulator_dtype)
+        return accumulator_of(dtype, self.accumulator_dtype)
 
 
 @dataclasses.dataclass(frozen=True)

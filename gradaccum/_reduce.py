@@ -53,6 +53,11 @@ def narrow(dtype: Any, wanted: Any) -> Any:
     return wanted
 
 
+def accumulator_of(dtype: Any, wanted: Any) -> Any:
+    """Returns the dtype that gradients are accumulated in: float32 at least, or as wanted."""
+    return jnp.promote_types(dtype, jnp.float32) if wanted is None else narrow(dtype, wanted)
+
+
 def _same(x: Any, axis_names: tuple[str, ...]) -> Any:
     del axis_names
     return x

@@ -16,7 +16,7 @@ from gradaccum import _contracts
 from gradaccum._given import read
 from gradaccum._means import Awaited, is_small, means
 from gradaccum._mesh import AxisName, DataMesh, find_mesh, mesh_of
-from gradaccum._reduce import any_device, narrow
+from gradaccum._reduce import accumulator_of, any_device
 from gradaccum._rows import settle, zero_rows, zeros
 from gradaccum._state import MultiStepsState, as_before, own_buffers, strong, zeros_of
 from gradaccum._unreduced import Unreduced, is_unreduced
@@ -71,7 +71,7 @@ class Window:
         tree: Any
         leaves, tree = jax.tree.flatten(params)
         leaves = [jnp.asarray(x) for x in leaves]
-        dtypes = [self._accumulator_of(x.dtype) for x in leaves]
+        dtypes = [accumulator_of(x.dtype, self.accumulator_dtype) for x in leaves]
         if self.axis_name is None:
             acc, weight = zeros(leaves, dtypes), jnp.zeros((), jnp.float32)
         else:
@@ -80,7 +80,8 @@ class Window:
             weight = tree.unflatten(weights)
         skip_state: Any = ()
         if self.should_skip is not None:
-            _, skip_state = self._skip(optax.tree.zeros_like(params), step, params)
+            none = optax.tree.zeros_like(params)
+            _, skip_state = check_skip(self.should_skip(none, step, params))
         inner, skip_state = jax.tree.map(strong, (self.opt.init(params), skip_state))
         state = MultiStepsState(
             mini_step=jnp.zeros((), jnp.int32),
@@ -107,12 +108,9 @@ class Window:
         skip: Any = False
         counted = state._replace(mini_step=optax.safe_increment(state.mini_step))
         if given.where is None and self.should_skip is not None:
-            skip, skip_state = self._skip(updates, state.gradient_step, params)
-            check_skip_state(skip_state, state.skip_state)
-            counted = counted._replace(
-                mini_step=jnp.where(skip, state.mini_step, counted.mini_step),
-                skip_state=jax.tree.map(as_before, skip_state, state.skip_state),
-            )
+            skip, counted = self._skip(updates, counted, params)
+            mini_step = jnp.where(skip, state.mini_step, counted.mini_step)
+            counted = counted._replace(mini_step=mini_step)
 
         def add(sums: Any, weight: Any) -> tuple[Any, Any]:
             def sum_of(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -196,11 +194,8 @@ class Window:
             closed = jnp.ones((), bool)
             if where is None or self.should_skip is None:
                 return *apply(grads, opened), closed
-            skip, skip_state = self._skip(grads, state.gradient_step, params)
+            skip, opened = self._skip(grads, opened, params)
             skip = any_device(skip, where, split=any(a.layout.cut for a in awaited))
-            check_skip_state(skip_state, state.skip_state)
-            skip_state = jax.tree.map(as_before, skip_state, state.skip_state)
-            opened = opened._replace(skip_state=skip_state)
             shapes = jax.eval_shape(apply, grads, opened)[0]
             dropped = lambda _, s: (jax.tree.map(zeros_of, shapes), s)  # noqa: E731
             return *jax.lax.cond(skip, dropped, apply, grads, opened), closed
@@ -250,11 +245,6 @@ class Window:
         values = means(sums, weights, range(len(sums)), ways, where)
         return tree.unflatten(values[:count]), values[count:]
 
-    def _accumulator_of(self, dtype: Any) -> Any:
-        if self.accumulator_dtype is None:
-            return jnp.promote_types(dtype, jnp.float32)
-        return narrow(dtype, self.accumulator_dtype)
-
     def _steps(self, gradient_step: jax.Array) -> Any:
         """Returns k, checked where it is known."""
         k = self.every_k(gradient_step)
@@ -262,9 +252,14 @@ class Window:
             check_steps(k, gradient_step)
         return k
 
-    def _skip(self, updates: Any, gradient_step: Any, params: Any) -> tuple[jax.Array, Any]:
+    def _skip(
+        self, grads: Any, state: MultiStepsState, params: Any
+    ) -> tuple[jax.Array, MultiStepsState]:
+        """Returns whether to skip, and the state with what the function wants kept."""
         assert self.should_skip is not None
-        return check_skip(self.should_skip(updates, gradient_step, params))
+        skip, kept = check_skip(self.should_skip(grads, state.gradient_step, params))
+        check_skip_state(kept, state.skip_state)
+        return skip, state._replace(skip_state=jax.tree.map(as_before, kept, state.skip_state))
 
 
 def _zeros(tree: Any) -> Any:

@@ -112,7 +112,6 @@ _reduced = jax.jit(lambda reduction, *arrays: reduction(*arrays), static_argnums
 def means(
     sums: Sequence[jax.Array],
     weights: Sequence[jax.Array],
-    which: Sequence[int],
     awaited: Sequence[Awaited],
     where: DataMesh,
 ) -> list[jax.Array]:
@@ -120,13 +119,14 @@ def means(
 
     Args:
       sums: `[n, *shape]` each.
-      weights: float32 `[n]` each.
-      which: the place of each sum's weight among them.
+      weights: float32 `[n]`, one a sum; an array that several share is reduced once.
       awaited: how each mean is taken.
       where: the data axes.
     """
-    reduction = _Reduction(where, tuple(which), tuple(awaited))
+    different = list({id(w): w for w in weights}.values())
+    places = {id(w): i for i, w in enumerate(different)}
+    reduction = _Reduction(where, tuple(places[id(w)] for w in weights), tuple(awaited))
     if any(isinstance(x, jax.core.Tracer) for x in (*sums, *weights)):
-        return reduction(list(sums), list(weights))
-    result: list[jax.Array] = _reduced(reduction, list(sums), list(weights))
+        return reduction(list(sums), different)
+    result: list[jax.Array] = _reduced(reduction, list(sums), different)
     return result

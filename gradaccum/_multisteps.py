@@ -283,8 +283,7 @@ def all_reduce_mean(
         assert given.where is not None  # as `axes` is not
         if not given.sums:
             return updates, state
-        which = range(len(given.sums))
-        grads = means(given.sums, given.weights, which, given.awaited, given.where)
+        grads = means(given.sums, given.weights, given.awaited, given.where)
         return given.tree.unflatten(grads), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

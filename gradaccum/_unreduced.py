@@ -163,11 +163,8 @@ Unreduced(float32[] in 8 rows over 'dp', awaiting gradaccum.mean))
         return tree
     leaves = list(named.values())
     where = where_of("mean", leaves, leaves[0].axis_name, None)
-    weights = list({id(x.weight): x.weight for x in leaves}.values())  # most leaves share theirs
-    places = {id(w): i for i, w in enumerate(weights)}
-    which = [places[id(x.weight)] for x in leaves]
-    awaited = [x.awaited for x in leaves]
-    return treedef.unflatten(means([x.sum for x in leaves], weights, which, awaited, where))
+    sums, weights = [x.sum for x in leaves], [x.weight for x in leaves]
+    return treedef.unflatten(means(sums, weights, [x.awaited for x in leaves], where))
 
 
 def add(a: Any, b: Any) -> Any:

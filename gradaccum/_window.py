@@ -242,7 +242,7 @@ class Window:
             return tree.unflatten([]), []
         weights = [*weights, *(x.weight for x in extras)]
         ways = [*awaited, *(x.awaited for x in extras)]
-        values = means(sums, weights, range(len(sums)), ways, where)
+        values = means(sums, weights, ways, where)
         return tree.unflatten(values[:count]), values[count:]
 
     def _steps(self, gradient_step: jax.Array) -> Any:

@@ -39,13 +39,7 @@ class Specs:
                 "pytree prefix of them, per positional argument."
             )
         prefixes = [jax.tree.flatten(s, is_leaf=_is_spec) for s in specs]
-        bad = [repr(x) for leaves, _ in prefixes for x in leaves if not _is_plain(x)]
-        if bad:
-            raise TypeError(
-                f"{api}: {name} holds {', '.join(bad)}; its leaves must be "
-                "jax.sharding.PartitionSpec of axis names (of a NamedSharding, its .spec), or "
-                "None for the default."
-            )
+        _check_plain(api, name, [x for leaves, _ in prefixes for x in leaves])
         return cls(name, tuple((tuple(leaves), tree) for leaves, tree in prefixes))
 
     @property
@@ -81,21 +75,47 @@ class Specs:
     def _spread(self, api: str, place: int, tree: Any) -> list[PartitionSpec | None]:
         leaves, prefix = self.prefixes[place]
         specs = jax.tree.unflatten(prefix, leaves)
-        argument = jax.tree.unflatten(tree, range(tree.num_leaves))
-        spread: list[PartitionSpec | None] = []
-        try:  # not jax.tree.broadcast: None is a spec here, and a node without leaves there
-            jax.tree.map(
-                lambda spec, part: spread.extend([spec] * len(jax.tree.leaves(part))),
-                specs,
-                argument,
-                is_leaf=_is_spec,
-            )
-        except (ValueError, TypeError) as e:
-            raise ValueError(
-                f"{api}: {self.name}[{place}] is not a pytree prefix of its argument: "
-                f"{_difference(specs, argument)}."
-            ) from e
-        return spread
+        return _spread(f"{api}: {self.name}[{place}]", specs, tree)
+
+
+def spread(api: str, specs: Any, tree: Any) -> list[PartitionSpec]:
+    """Returns the spec of each leaf of a tree, from a pytree prefix of them; None is replicated.
+
+    Raises:
+      TypeError: the prefix holds anything but plain PartitionSpecs and None.
+      ValueError: it is no prefix of the tree.
+    """
+    _check_plain(api, "specs", jax.tree.leaves(specs, is_leaf=_is_spec))
+    found = _spread(f"{api}: specs", specs, jax.tree.structure(tree))
+    return [PartitionSpec() if s is None else s for s in found]
+
+
+def _check_plain(api: str, name: str, leaves: Sequence[Any]) -> None:
+    bad = [repr(x) for x in leaves if not _is_plain(x)]
+    if bad:
+        raise TypeError(
+            f"{api}: {name} holds {', '.join(bad)}; its leaves must be "
+            "jax.sharding.PartitionSpec of axis names (of a NamedSharding, its .spec), or "
+            "None for the default."
+        )
+
+
+def _spread(what: str, specs: Any, tree: Any) -> list[PartitionSpec | None]:
+    """Returns the spec of each leaf of a tree of this structure."""
+    argument = jax.tree.unflatten(tree, range(tree.num_leaves))
+    found: list[PartitionSpec | None] = []
+    try:  # not jax.tree.broadcast: None is a spec here, and a node without leaves there
+        jax.tree.map(
+            lambda spec, part: found.extend([spec] * len(jax.tree.leaves(part))),
+            specs,
+            argument,
+            is_leaf=_is_spec,
+        )
+    except (ValueError, TypeError) as e:
+        raise ValueError(
+            f"{what} is not a pytree prefix of its argument: {_difference(specs, argument)}."
+        ) from e
+    return found
 
 
 def _difference(specs: Any, argument: Any) -> str:

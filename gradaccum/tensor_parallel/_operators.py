@@ -10,15 +10,13 @@ outside, `shard_map` itself divides the cotangent of a replicated output by m: t
 
 from __future__ import annotations
 
-import operator
-
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from gradaccum._mesh import AxisName, axis_tuple, is_typed, vary, varying_axes
+from gradaccum._mesh import AxisName, is_typed, vary, varying_axes
 from gradaccum._reduce import from_replicated, replicated_sum
 from gradaccum._transpose import transposes
+from gradaccum.tensor_parallel._axes import check_operand, check_splits, dimension_of
 
 _SCOPE = "gradaccum/tensor_parallel"
 
@@ -62,7 +60,7 @@ def copy_to(x: ArrayLike, axis_name: AxisName) -> jax.Array:
     References:
       Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.08053, section 3.
     """
-    x, axes = _checked("copy_to", x, axis_name)
+    x, axes = check_operand("copy_to", x, axis_name)
     with jax.named_scope(_SCOPE):
         copy: jax.Array = vary(x, axes) if is_typed(axes) else from_replicated(x, axes)
     return copy
@@ -103,7 +101,7 @@ def reduce_from(x: ArrayLike, axis_name: AxisName) -> jax.Array:
       >>> jax.jit(jax.shard_map(jax.grad(loss), mesh=mesh, **specs))(jnp.arange(8.0)).tolist()
       [56.0, 56.0, 56.0, 56.0, 56.0, 56.0, 56.0, 56.0]
     """
-    x, axes = _checked("reduce_from", x, axis_name)
+    x, axes = check_operand("reduce_from", x, axis_name)
     with jax.named_scope(_SCOPE):
         if is_typed(axes):
             total: jax.Array = jax.lax.psum(vary(x, axes), axes)
@@ -150,8 +148,8 @@ def gather_from(x: ArrayLike, axis_name: AxisName, axis: int = -1) -> jax.Array:
       >>> jax.jit(jax.shard_map(jax.grad(loss), mesh=mesh, **specs))(jnp.arange(8.0)).tolist()
       [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]
     """
-    x, axes = _checked("gather_from", x, axis_name)
-    axis = _checked_axis("gather_from", x, axis)
+    x, axes = check_operand("gather_from", x, axis_name)
+    axis = dimension_of("gather_from", x, axis)
     gather = _all_gather if is_typed(axes) else _gather
     whole: jax.Array = gather(vary(x, axes), axes, axis)
     return whole
@@ -195,15 +193,9 @@ def scatter_to(x: ArrayLike, axis_name: AxisName, axis: int = -1) -> jax.Array:
       >>> jax.jit(jax.shard_map(jax.grad(loss), mesh=mesh, **specs))(jnp.arange(8.0)).tolist()
       [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]
     """
-    x, axes = _checked("scatter_to", x, axis_name)
-    axis = _checked_axis("scatter_to", x, axis)
-    d, m = x.shape[axis], jax.lax.axis_size(axes)
-    if d % m:
-        raise ValueError(
-            f"scatter_to: got x with shape {x.shape}; axis {axis} ({d}) is not divisible by the "
-            f"{m} devices along axis_name={axis_name!r}. Pad it to {-(-d // m) * m} and mask what "
-            f"was added, or take a number of devices that divides {d}."
-        )
+    x, axes = check_operand("scatter_to", x, axis_name)
+    axis = dimension_of("scatter_to", x, axis)
+    check_splits("scatter_to", x, axis, axis_name)
     part: jax.Array = (_slice if varying_axes(x) & set(axes) else _scatter)(x, axes, axis)
     return part
 
@@ -224,30 +216,3 @@ def _slice(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
 
 
 _gather, _scatter = transposes(_all_gather, _slice)
-
-
-# --- Checks --------------------------------------------------------------------------------------
-
-
-def _checked(api: str, x: ArrayLike, axis_name: AxisName) -> tuple[jax.Array, tuple[str, ...]]:
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = axis_tuple(axis_name)
-    # A repeated name would end the process in jax 0.12 (a failed check in XLA).
-    if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(mesh.manual_axes):
-        manual = ", ".join(f"{a}={mesh.shape[a]}" for a in mesh.manual_axes)
-        raise ValueError(
-            f"{api}: got axis_name={axis_name!r}, needed a manual axis of the mesh or a tuple of "
-            f"different ones; {f'manual here: {manual}' if manual else 'no axis is manual here'}. "
-            "Call it inside a jax.shard_map over that axis (in its axis_names, if they are given)."
-        )
-    return jnp.asarray(x), axes
-
-
-def _checked_axis(api: str, x: jax.Array, axis: int) -> int:
-    if not -x.ndim <= operator.index(axis) < x.ndim:
-        needed = f"{-x.ndim} <= axis < {x.ndim}" if x.ndim else "a rank of at least 1"
-        raise ValueError(
-            f"{api}: got axis={axis} for x with shape {x.shape}, needed {needed}. Give the "
-            "dimension that is split over the devices."
-        )
-    return operator.index(axis) % x.ndim

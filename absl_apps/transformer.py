@@ -4,6 +4,9 @@ The layers are stacked along a leading axis and run in one `jax.lax.scan` under 
 so program size and activation memory do not grow with depth. Parameters are float32 and are cast
 to the compute dtype *inside* the layer: the stack then reaches the scan as it is stored, which is
 what lets `gradaccum.accumulate` add its gradients in place.
+
+Written over `Layers`, so that it runs whole, or inside a `shard_map` with its heads, its hidden
+features and its vocabulary sharded over a model axis, by `specs`.
 """
 
 from __future__ import annotations
@@ -12,7 +15,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
+
+from absl_apps.layers import PLAIN, Layers
 
 VOCABULARY = 256  # bytes
 
@@ -54,6 +60,7 @@ def init(key: jax.Array, config: Config) -> Params:
         "embed": normal(embed, (VOCABULARY, D), 1),
         "layers": {
             "attention_scale": jnp.ones((L, D)),
+            # Columns by head, then q, k, v: a part of them is whole heads, for any number of parts.
             "qkv": normal(qkv, (L, D, 3 * D), D),
             # 2 L branches add into the residual stream: keep their sum of order one.
             "proj": normal(proj, (L, D, D), 2 * L * D),
@@ -66,36 +73,79 @@ def init(key: jax.Array, config: Config) -> Params:
     }
 
 
-def apply(params: Params, tokens: ArrayLike, config: Config) -> jax.Array:
-    """Return float32 logits `[b, t, 256]` for tokens `[b, t]`; each sees only those before it."""
+def specs(axis: str | None) -> Params:
+    """Return how parameters lie over a model axis: what `in_specs` of a `shard_map` is to be."""
+    whole, columns, rows = P(), P(None, None, axis), P(None, axis)
+    return {
+        "embed": P(axis),
+        "layers": {
+            "attention_scale": whole,
+            "qkv": columns,
+            "proj": rows,
+            "mlp_scale": whole,
+            "up": columns,
+            "down": rows,
+        },
+        "final_scale": whole,
+        "head": P(None, axis),
+    }
+
+
+def check_shards(config: Config, shards: int, axis: str) -> None:
+    """Raise ValueError unless each of the devices along a model axis gets whole heads and columns.
+
+    Hidden features divide where heads do.
+    """
+    heads, padded = config.n_head, -(-VOCABULARY // shards) * shards
+    if heads % shards:
+        raise ValueError(
+            f"transformer: n_head = {heads} is not divisible by the {shards} devices along {axis}; "
+            f"take {-(-heads // shards) * shards} heads, or a number of devices that divides "
+            f"{heads}."
+        )
+    if padded != VOCABULARY:
+        raise ValueError(
+            f"transformer: the vocabulary of {VOCABULARY} bytes is not divisible by the {shards} "
+            f"devices along {axis}: it would need padding to {padded}; take a power of two."
+        )
+
+
+def apply(params: Params, tokens: ArrayLike, config: Config, layers: Layers = PLAIN) -> jax.Array:
+    """Return float32 logits `[b, t, 256]` for tokens `[b, t]`; each sees only those before it.
+
+    With sharded layers, parameters are this device's shards, and logits `[b, t, 256/m]` too.
+    """
     dtype = jnp.dtype(config.compute_dtype)
     tokens = jnp.asarray(tokens, jnp.int32)
-    x = params["embed"][tokens].astype(dtype)
-    angles = _rotary_angles(tokens.shape[1], config.d_model // config.n_head)
+    width = config.d_model // config.n_head
+    x = layers.split_sequence(layers.embedding(params["embed"], tokens).astype(dtype))
+    angles = _rotary_angles(tokens.shape[1], width)
 
     @jax.checkpoint
     def layer(x: jax.Array, stored: Params) -> tuple[jax.Array, None]:
         p = jax.tree.map(lambda leaf: leaf.astype(dtype), stored)
-        h = _rms_norm(x, p["attention_scale"]) @ p["qkv"]
-        q, k, v = jnp.split(h.reshape(*h.shape[:2], 3 * config.n_head, -1), 3, axis=2)
+        h = _rms_norm(x, layers.copy(p["attention_scale"]))
+        h = layers.column_dense(h, p["qkv"], None)
+        q, k, v = jnp.moveaxis(h.reshape(*h.shape[:2], -1, 3, width), 3, 0)
         mixed = jax.nn.dot_product_attention(
             _rotate(q, angles), _rotate(k, angles), v, is_causal=True
         )
-        x = x + mixed.reshape(x.shape) @ p["proj"]
-        h = jax.nn.gelu(_rms_norm(x, p["mlp_scale"]) @ p["up"])
-        return x + h @ p["down"], None
+        x = x + layers.row_dense(mixed.reshape(*h.shape[:2], -1), p["proj"], None)
+        h = _rms_norm(x, layers.copy(p["mlp_scale"]))
+        h = jax.nn.gelu(layers.column_dense(h, p["up"], None))
+        return x + layers.row_dense(h, p["down"], None), None
 
     x, _ = jax.lax.scan(layer, x, params["layers"])
-    x = _rms_norm(x, params["final_scale"].astype(dtype))
-    return (x @ params["head"].astype(dtype)).astype(jnp.float32)
+    x = _rms_norm(x, layers.copy(params["final_scale"].astype(dtype)))
+    logits = layers.column_dense(x, params["head"].astype(dtype), None)
+    return logits.astype(jnp.promote_types(dtype, jnp.float32))
 
 
-def loss(params: Params, tokens: ArrayLike, config: Config) -> jax.Array:
+def loss(params: Params, tokens: ArrayLike, config: Config, layers: Layers = PLAIN) -> jax.Array:
     """Return the mean cross entropy, in nats a byte, of predicting `tokens[:, 1:]` `[b, t]`."""
     tokens = jnp.asarray(tokens, jnp.int32)
-    log_probs = jax.nn.log_softmax(apply(params, tokens[:, :-1], config))
-    picked = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1)
-    return -jnp.mean(picked)
+    logits = apply(params, tokens[:, :-1], config, layers)
+    return jnp.mean(layers.cross_entropy(logits, tokens[:, 1:]))
 
 
 def size(params: Params) -> int:
@@ -104,7 +154,8 @@ def size(params: Params) -> int:
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)  # a mean of squares needs more than 8 bits of mantissa
+    # A mean of squares needs more than 8 bits of mantissa.
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
     return normed.astype(x.dtype) * jnp.expand_dims(scale, (0, 1))
 
@@ -117,6 +168,7 @@ def _rotary_angles(length: int, width: int) -> jax.Array:
 
 def _rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
     """Rotate the halves of each head's vector `[b, t, heads, width]` by the position's angles."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    a, b = jnp.split(wide, 2, axis=-1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)

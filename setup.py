@@ -10,7 +10,7 @@ from setuptools import find_packages, setup
 ROOT = pathlib.Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "gradaccum/__init__.py").read_text())[1]
 
-APPS = ["tqdm>=4.60"]
+APPS = ["tqdm>=4.60", "dm-haiku>=0.0.16"]
 TEST = [
     *APPS,
     "pytest>=8",
@@ -18,7 +18,6 @@ TEST = [
     "hypothesis>=6.100",
     "flax>=0.12",
     "orbax-checkpoint>=0.11",
-    "dm-haiku>=0.0.16",
     "equinox>=0.13",
 ]
 

@@ -42,6 +42,11 @@ class Layers:
     copy: Callable[[jax.Array], jax.Array]
     axis_name: str | None = None
 
+    @property
+    def shards(self) -> int:
+        """The devices along the model axis, where one is manual; 1 of PLAIN."""
+        return 1 if self.axis_name is None else jax.lax.axis_size(self.axis_name)
+
 
 def sharded(axis_name: str, sequence_parallel: bool = False) -> Layers:
     """Return the layers for use inside a `shard_map` over a model axis.

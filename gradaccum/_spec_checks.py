@@ -116,7 +116,11 @@ def _check_divisible(api: str, leaves: Sequence[Leaf], where: DataMesh) -> None:
                     product = " * ".join(axes) + " = "
                     if len(axes) > 1:
                         product += " * ".join(str(sizes[a]) for a in axes) + " = "
-                    why = f"axis {i} ({shape[i]}) is not divisible by {product}{devices}"
+                    padded = -(-shape[i] // devices) * devices
+                    why = (
+                        f"axis {i} ({shape[i]}) is not divisible by {product}{devices} "
+                        f"(padded: {padded})"
+                    )
                     bad.append(leaf.say(name, why))
     remedy = "Split another dimension, leave them replicated, PartitionSpec(), or pad them."
     _raise(api, bad, remedy)

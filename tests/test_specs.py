@@ -371,8 +371,8 @@ DIVIDED = {
         {"dp": 8},
         {"in_specs": (of(w=P("dp"), v=P("dp"), b=P("dp")),)},
         "in_specs of params['block']['v'], shape (12, 8), is {P('dp')}: axis 0 (12) is not "
-        "divisible by dp = 8; in_specs of params['block']['w'], shape (6, 12), is {P('dp')}: axis "
-        "0 (6) is not divisible by dp = 8",
+        "divisible by dp = 8 (padded: 16); in_specs of params['block']['w'], shape (6, 12), is "
+        "{P('dp')}: axis 0 (6) is not divisible by dp = 8 (padded: 8)",
         "Split another dimension, leave them replicated, PartitionSpec(), or pad them.",
     ),
     "gradients not divisible": (

@@ -52,6 +52,14 @@ class Layout:
         """The (dimension, axis) pairs that the gradient is split along after its reduction."""
         return self.scattered + self.sliced
 
+    def globally(self) -> Layout:
+        """Returns how the gradient is laid out outside the manual region: split by its cuts too."""
+        cut = self.cut
+        last = max((d for d, _ in cut), default=-1)
+        dims = self.grad_dims + ((),) * (last + 1 - len(self.grad_dims))
+        split = tuple((*own, *(a for i, a in cut if i == d)) for d, own in enumerate(dims))
+        return dataclasses.replace(self, grad_dims=split)
+
     def replicated(self, axis_names: Sequence[str]) -> tuple[str, ...]:
         """Returns the data axes that the leaf is not gathered over: the same on all of them."""
         gathered = {a for _, a in self.gathered}

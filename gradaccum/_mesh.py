@@ -56,6 +56,11 @@ def axis_tuple(axis_name: AxisName | Unset | None) -> tuple[str, ...]:
     return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
 
+def axis_name_of(axes: tuple[str, ...]) -> AxisName | None:
+    """Returns axis names as a user writes them: one alone as a str, none as None."""
+    return axes[0] if len(axes) == 1 else axes or None
+
+
 def describe(sizes: Iterable[tuple[str, int]]) -> str:
     """Returns the axes of a mesh for a message: `(dp=4, mp=2)`."""
     return "(" + ", ".join(f"{name}={size}" for name, size in sizes) + ")"

@@ -13,7 +13,7 @@ import numpy as np
 
 from gradaccum import _unreduced_checks
 from gradaccum._means import Awaited, means
-from gradaccum._mesh import AxisName, DataMesh, axis_tuple, find_mesh
+from gradaccum._mesh import AxisName, DataMesh, axis_name_of, axis_tuple, find_mesh
 from gradaccum._shard import explicit_as_auto
 
 
@@ -73,7 +73,7 @@ class Unreduced:
             made = {
                 "sum": jnp.asarray(self.sum),
                 "weight": jnp.asarray(self.weight, jnp.float32),
-                "axis_name": axes[0] if len(axes) == 1 else axes or None,
+                "axis_name": axis_name_of(axes),
                 "guard": new_guard(self.sum.shape[0]),
             }
             for name, value in made.items():

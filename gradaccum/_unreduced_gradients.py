@@ -15,9 +15,9 @@ from gradaccum import _call, _checks, _unreduced_checks
 from gradaccum._accumulate import accumulate
 from gradaccum._arguments import Role
 from gradaccum._decorated import Accumulated, Method
-from gradaccum._layout import Layout, Layouts, gradient_spec
+from gradaccum._layout import Layouts, gradient_spec
 from gradaccum._means import Awaited
-from gradaccum._mesh import is_typed, vary
+from gradaccum._mesh import axis_name_of, is_typed, vary
 from gradaccum._microbatch import merge
 from gradaccum._options import Call
 from gradaccum._shard import shard_over_data
@@ -176,7 +176,7 @@ def _trace(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any]
             dtype=x.dtype,
             reduce_dtype=options.reduce_dtype,
             scale=1 / (found[-1].weight * where.size),
-            layout=_laid_out_globally(layout) if where.manual else layout,
+            layout=layout.globally() if where.manual else layout,
             manual=layouts.manual,
             automatic=layouts.automatic,
             spec=gradient_spec(x, layout, where),
@@ -192,21 +192,10 @@ def _trace(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any]
         aux_tree=found[-1].device.aux_tree,
         aux_types=found[-1].device.aux_types,
         dtypes=tuple(found[-1].device.dtypes),
-        axis_name=axes[0] if len(axes) == 1 else axes or None,
+        axis_name=axis_name_of(axes),
         rows=1 if where.manual else where.size,
     )
     return out["rows"], out["grads"], form
-
-
-def _laid_out_globally(layout: Layout) -> Layout:
-    """Returns the layout of a mean taken outside the manual region: split over data axes too."""
-    cut = layout.cut
-    last = max((d for d, _ in cut), default=-1)
-    dims = layout.grad_dims + ((),) * (last + 1 - len(layout.grad_dims))
-    return dataclasses.replace(
-        layout,
-        grad_dims=tuple((*own, *(a for i, a in cut if i == d)) for d, own in enumerate(dims)),
-    )
 
 
 _traced = jax.jit(_trace, static_argnums=0)

@@ -45,75 +45,24 @@ of the gradients once, 268,435,456 / 16 = 16,777,216 bytes, and 512 bytes of the
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import json
 import os
 import platform
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
-from jax.experimental import topologies
 
-from absl_apps import bench_flags, flag_parsing, meshes, run_files
+from absl_apps import bench_flags, flag_parsing, meshes, run_files, topologies
 from absl_apps.bench_measure import TOLERANCES, Row, compile_row, program_sizes, run_rounds
 from absl_apps.bench_problem import OURS
 from gradaccum import audit
 
 NOT_MEASURED = "not measured"
-
-
-############################################ Devices #############################################
-
-
-def mesh_elsewhere(topology: str, axes: Mapping[str, int]) -> jax.sharding.Mesh:
-    """Return a mesh of the devices of TPU slices that are not here; programs compile for it."""
-    if importlib.util.find_spec("libtpu") is None:
-        raise ValueError(
-            f"--topology={topology}: compiling for a TPU needs libtpu, which is not installed; "
-            "pip install 'gradaccum[aot-tpu]'."
-        )
-    slices, dp = axes.get(meshes.REPLICA_AXIS, 1), axes[meshes.DATA_AXIS]
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU's metadata server to ask
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nor a TPU to lock others out of
-    try:
-        with silent_stderr():
-            devices = topologies.get_topology_desc(
-                platform="tpu", topology_name=topology, num_slices=slices
-            ).devices
-    except Exception as error:  # libtpu's own, of several classes
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"--topology={topology}: {reason}; write for example v3:2x2.") from None
-    if len(devices) != slices * dp:
-        here = len(devices) // slices
-        raise ValueError(
-            f"--topology={topology}: has {here} devices, --dp={dp}; use --dp={here} or another "
-            "slice."
-        )
-    devices = sorted(devices, key=lambda device: getattr(device, "slice_index", 0))
-    types = (jax.sharding.AxisType.Auto,) * len(axes)
-    shape = tuple(axes.values())
-    return jax.sharding.Mesh(np.array(devices).reshape(shape), tuple(axes), axis_types=types)
-
-
-@contextlib.contextmanager
-def silent_stderr() -> Iterator[None]:
-    """Keep native code's lines from stderr: libtpu complains that it is not on a TPU."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    try:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-            yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
 
 
 ############################################ Reporting ###########################################
@@ -181,11 +130,12 @@ def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     """Run the whole program; return what --json holds."""
     axes = {meshes.REPLICA_AXIS: FLAGS.num_slices} if FLAGS.num_slices > 1 else {}
     axes[meshes.DATA_AXIS] = FLAGS.dp
+    asked = f"--num_slices={FLAGS.num_slices} " if FLAGS.num_slices > 1 else ""
+    asked += f"--dp={FLAGS.dp}"
     if FLAGS.topology:
-        mesh = mesh_elsewhere(FLAGS.topology, axes)
+        mesh = topologies.make(FLAGS.topology, axes, asked, FLAGS.num_slices)
     else:
-        slices = f"--num_slices={FLAGS.num_slices} " if FLAGS.num_slices > 1 else ""
-        mesh = meshes.make(axes, f"{slices}--dp={FLAGS.dp}")
+        mesh = meshes.make(axes, asked)
     problem = bench_flags.PROBLEMS[FLAGS.problem](
         mesh,
         FLAGS.grad_acc_steps,

@@ -9,6 +9,7 @@ device adds; here they are not.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import haiku as hk
@@ -28,6 +29,10 @@ class Config:
     d_model: int = 128
     n_layer: int = 2
     dtype: str = "float32"  # of parameters and computation
+
+    def __post_init__(self) -> None:
+        if min(self.vocabulary, self.d_model, self.n_layer) < 1:
+            raise ValueError(f"haiku_model: every size must be at least 1, got {self}")
 
 
 class Embedding(hk.Module):
@@ -78,6 +83,8 @@ def _bias(name: str, size: int, config: Config) -> jax.Array:
 
 
 def _transformed(config: Config, layers: Layers) -> hk.Transformed:
+    check_shards(config, layers.shards, layers.axis_name)
+
     def forward(ids: ArrayLike, targets: ArrayLike) -> jax.Array:
         x = Embedding(config, layers)(jnp.asarray(ids))
         for _ in range(config.n_layer):
@@ -86,6 +93,24 @@ def _transformed(config: Config, layers: Layers) -> hk.Transformed:
         return jnp.mean(layers.cross_entropy(logits, jnp.asarray(targets)))
 
     return hk.without_apply_rng(hk.transform(forward))
+
+
+def check_shards(config: Config, shards: int, axis: str | None) -> None:
+    """Raise ValueError unless the devices along a model axis get equal rows and columns."""
+    problems = []
+    if (hidden := 4 * config.d_model) % shards:
+        wider = next(d for d in itertools.count(config.d_model) if 4 * d % shards == 0)
+        problems.append(
+            f"4 * d_model = 4 * {config.d_model} = {hidden} hidden features: take d_model = {wider}"
+        )
+    if config.vocabulary % shards:
+        padded = -(-config.vocabulary // shards) * shards
+        problems.append(f"vocabulary = {config.vocabulary}: pad it to {padded}")
+    if problems:
+        raise ValueError(
+            f"haiku_model: not divisible by the {shards} devices along {axis}: "
+            f"{'; '.join(problems)}."
+        )
 
 
 def init(key: jax.Array, config: Config) -> Any:
@@ -98,6 +123,9 @@ def loss(params: Any, tokens: ArrayLike, config: Config, layers: Layers = PLAIN)
     """Return the mean cross entropy, in nats, of predicting `tokens[:, 1:]` `[b, t]`.
 
     With sharded layers, parameters are this device's shards.
+
+    Raises:
+      ValueError: the devices along the model axis do not divide a size.
     """
     tokens = jnp.asarray(tokens)
     return _transformed(config, layers).apply(params, tokens[:, :-1], tokens[:, 1:])

@@ -11,6 +11,7 @@ outside, `shard_map` itself divides the cotangent of a replicated output by m: t
 from __future__ import annotations
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from gradaccum._mesh import AxisName, is_typed, vary, varying_axes
@@ -88,7 +89,8 @@ def reduce_from(x: ArrayLike, axis_name: AxisName) -> jax.Array:
       ValueError: axis_name names no axis, one twice, or one that is not manual here.
 
     Cost:
-      Forward one all-reduce of x's size; backward none.
+      Forward one all-reduce of x's size; backward none. Recomputed in a `jax.checkpoint`, one more,
+      unless its policy saves the sum: `save_only_these_names("gradaccum/tensor_parallel")`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -107,7 +109,9 @@ def reduce_from(x: ArrayLike, axis_name: AxisName) -> jax.Array:
             total: jax.Array = jax.lax.psum(vary(x, axes), axes)
         else:
             total = replicated_sum(x, axes)
-    return total
+    # Outside the rule, as a policy does not look into it.
+    named: jax.Array = checkpoint_name(total, _SCOPE)
+    return named
 
 
 def gather_from(x: ArrayLike, axis_name: AxisName, axis: int = -1) -> jax.Array:

@@ -8,6 +8,7 @@ values and gradients of `copy_to(gather_from(x))`, `reduce_scatter_from(x)` thos
 from __future__ import annotations
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from gradaccum._mesh import AxisName, is_typed, vary
@@ -91,7 +92,9 @@ def reduce_scatter_from(x: ArrayLike, axis_name: AxisName, axis: int = -1) -> ja
         one of x's, or m does not divide its size.
 
     Cost:
-      Forward one reduce-scatter from x's size; backward one all-gather to it.
+      Forward one reduce-scatter from x's size; backward one all-gather to it. Recomputed in a
+      `jax.checkpoint`, one more reduce-scatter, unless its policy saves the sum:
+      `save_only_these_names("gradaccum/tensor_parallel")`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -113,7 +116,7 @@ def reduce_scatter_from(x: ArrayLike, axis_name: AxisName, axis: int = -1) -> ja
     axis = dimension_of("reduce_scatter_from", x, axis)
     check_splits("reduce_scatter_from", x, axis, axis_name)
     scatter = _scatter if is_typed(axes) else _scatter_untyped
-    part: jax.Array = scatter(vary(x, axes), axes, axis)
+    part: jax.Array = checkpoint_name(scatter(vary(x, axes), axes, axis), _SCOPE)
     return part
 
 

@@ -55,29 +55,40 @@ def losses_and_gradient(logits, targets, m=4, typed=False, **options):
     return jit(sharded(fun, (COLUMNS, P()), (P(), COLUMNS), m, typed))(logits, targets)
 
 
-def unsharded(logits, targets, where=None, label_smoothing=0.0, z_loss=0.0, vocab_size=None):
-    """Returns the losses as optax has them; the z-loss, masks and padding by hand."""
-    real = logits[..., :vocab_size]
-    counts = (targets >= 0) & (targets < real.shape[-1])
-    counts &= np.broadcast_to(True if where is None else where, targets.shape)
-    real = jnp.where(counts[..., None], real, 0)
-    targets = jnp.where(counts, targets, 0).astype(int)
-    if label_smoothing:
-        labels = optax.smooth_labels(jax.nn.one_hot(targets, real.shape[-1]), label_smoothing)
-        losses = optax.softmax_cross_entropy(real, labels)
-    else:
-        losses = optax.softmax_cross_entropy_with_integer_labels(real, targets)
-    losses += z_loss * jax.scipy.special.logsumexp(real, axis=-1) ** 2
+def losses_of(logits, counts, ids, label_smoothing=0.0, z_loss=0.0):
+    """Returns the losses as optax has them, of what counts; the z-loss by hand."""
+    logits = jnp.where(counts[..., None], logits, 0)
+    labels = jax.nn.one_hot(ids, logits.shape[-1], dtype=logits.dtype)
+    losses = optax.softmax_cross_entropy(logits, optax.smooth_labels(labels, label_smoothing))
+    losses += z_loss * jax.scipy.special.logsumexp(logits, axis=-1) ** 2
     return jnp.where(counts, losses, 0)
 
 
-def reference(logits, targets, **options):
+def counted(targets, columns, where=None):
+    """Returns which targets count, and the ids of those."""
+    counts = np.broadcast_to(True if where is None else where, targets.shape)
+    counts = counts & (targets >= 0) & (targets < columns)
+    return counts, np.where(counts, targets, 0).astype(np.int32)
+
+
+@functools.partial(jit, static_argnums=0)  # few programs for many references
+def _reference(columns, logits, weights, *rest):
+    def loss(logits):
+        losses = losses_of(logits[..., :columns], *rest)
+        return jnp.sum(losses * weights), losses
+
+    grads, losses = jax.grad(loss, has_aux=True)(logits)
+    return losses, grads
+
+
+def reference(
+    logits, targets, where=None, label_smoothing=0.0, z_loss=0.0, vocab_size=None, weights=WEIGHTS
+):
     """Returns losses and gradient of the whole vocabulary, in float64 from these very values."""
+    logits, columns = np.asarray(logits, np.float64), vocab_size or logits.shape[-1]
+    rest = *counted(np.asarray(targets), columns, where), label_smoothing, z_loss
     with jax.enable_x64(True):
-        loss_fn = functools.partial(unsharded, targets=np.asarray(targets), **options)
-        fun = jax.grad(functools.partial(weighed, loss_fn=loss_fn), has_aux=True)
-        grads, losses = jax.device_get(jit(fun)(np.asarray(logits, np.float64)))
-        return losses, grads
+        return jax.device_get(_reference(columns, logits, np.asarray(weights, np.float64), *rest))
 
 
 # --- Against the unsharded loss -------------------------------------------------------------------
@@ -191,19 +202,13 @@ def test_random_shapes_masks_and_options(data):
             losses = cross_entropy(logits, targets, "mp", where=where, **options)
             return jnp.sum(losses * weights), losses
 
-        return jax.grad(loss, has_aux=True)(logits)
+        grads, losses = jax.grad(loss, has_aux=True)(logits)
+        return losses, grads
 
     spec = P(*(None,) * len(shape), "mp")
     typed = data.draw(st.booleans(), "typed")
-    got = jit(sharded(fun, (spec, P()), (spec, P()), m, typed))(logits, where)
-    with jax.enable_x64(True):
-        wide, heavy = logits.astype(np.float64), weights.astype(np.float64)
-
-        def loss(logits):
-            losses = unsharded(logits, targets, where, **options)
-            return jnp.sum(losses * heavy), losses
-
-        want = jax.device_get(jit(jax.grad(loss, has_aux=True))(wide))
+    got = jit(sharded(fun, (spec, P()), (P(), spec), m, typed))(logits, where)
+    want = reference(logits, targets, where, weights=weights, **options)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
@@ -278,7 +283,7 @@ def test_scan_remat_vmap(typed):
         wide = LOGITS.astype(np.float32).astype(np.float64)
 
         def total(logits):
-            losses = unsharded(jnp.tanh(logits), TARGETS, **options)
+            losses = losses_of(jnp.tanh(logits)[..., :PADDED], *counted(TARGETS, PADDED), 0.1, 0.1)
             return jnp.sum(losses**2), losses
 
         want = jit(jax.value_and_grad(total, has_aux=True))(wide)
@@ -301,7 +306,10 @@ def test_second_derivatives(typed):
     logits = LOGITS.astype(np.float32)
     got = jit(sharded(fun, (COLUMNS, P()), COLUMNS, 4, typed))(logits, TARGETS)
     with jax.enable_x64(True):
-        loss_fn = functools.partial(unsharded, targets=TARGETS, **options)
+
+        def loss_fn(logits):
+            return losses_of(logits[..., :PADDED], *counted(TARGETS, PADDED), 0.1, 0.1)
+
         fun = jax.grad(functools.partial(penalty, loss_fn=loss_fn))
         want = jax.device_get(jit(fun)(logits.astype(np.float64)))
     helpers.assert_close(got, want, "float32")
@@ -344,7 +352,7 @@ def test_accumulated_with_weights_it_is_the_mean_over_all_tokens(typed):
     got = jit(jax.value_and_grad(accumulated))(w, x, ids)
 
     def plain(w):
-        return jnp.sum(unsharded(x @ w, ids)) / np.sum(ids >= 0)
+        return jnp.sum(losses_of(x @ w, *counted(ids, V))) / np.sum(ids >= 0)
 
     helpers.assert_close(got, jit(jax.value_and_grad(plain))(w), "float32")
     rows = audit.collectives(jit(jax.value_and_grad(accumulated)), w, x, ids)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradaccum._mesh import AxisName, axis_tuple
-from gradaccum._specs import dims_of, spread
+from gradaccum._specs import axes_in, dims_of, only, spread
 from gradaccum.tensor_parallel._axes import padded
 
 
@@ -33,9 +33,9 @@ def unstack(tree: Any, specs: Any, axis_name: AxisName) -> Any:
 
     Raises:
       ValueError: specs is no prefix of tree; leaves differ in their leading size m; a spec names a
-        dimension that a leaf does not have, or the axis twice, or behind another; the copies of a
-        replicated leaf differ (seen where arrays are concrete): were shards initialised by keys
-        of their own?
+        dimension that a leaf does not have, or the axis twice, or behind another; axis_name names
+        no axis, or one twice; the copies of a replicated leaf differ (seen where arrays are
+        concrete, and whole on this host): were shards initialised by keys of their own?
       TypeError: specs holds anything but PartitionSpecs and None.
 
     Cost:
@@ -89,7 +89,8 @@ def stack(tree: Any, specs: Any, axis_name: AxisName, size: int) -> Any:
     Raises:
       ValueError: specs is no prefix of tree; m does not divide a dimension that is split (the
         message names the size to pad to); a spec names a dimension that a leaf does not have, or
-        the axis twice, or behind another; size is less than 1.
+        the axis twice, or behind another; axis_name names no axis, or one twice; size is less
+        than 1.
       TypeError: specs holds anything but PartitionSpecs and None; size is no int.
 
     Cost:
@@ -102,7 +103,12 @@ def stack(tree: Any, specs: Any, axis_name: AxisName, size: int) -> Any:
       >>> stack({"w": jnp.arange(4)[None]}, {"w": P(None, "mp")}, "mp", 2)["w"].tolist()
       [[[0, 1]], [[2, 3]]]
     """
-    m = operator.index(size)
+    try:
+        m = operator.index(size)
+    except TypeError:
+        raise TypeError(
+            f"stack: size is {size!r}; it must be an int, the number of devices along {axis_name}."
+        ) from None
     if m < 1:
         raise ValueError(f"stack: size is {size}; it must be >= 1, the devices along {axis_name}.")
     leaves, treedef = _read("stack", tree, specs, axis_name, leading=0)
@@ -130,16 +136,21 @@ def _read(
     """Returns (path, leaf, the global dimension that is split or None), and the structure."""
     keyed, treedef = jax.tree_util.tree_flatten_with_path(tree)
     axes, found, bad = axis_tuple(axis_name), [], []
+    if not axes or len(set(axes)) < len(axes):
+        raise ValueError(
+            f"{api}: got axis_name={axis_name!r}, needed a mesh axis or a tuple of different ones."
+        )
     for (path, leaf), spec in zip(keyed, spread(api, specs, tree), strict=True):
         name, x = jax.tree_util.keystr(path) or "tree", jnp.asarray(leaf)
         dims = dims_of(spec)
-        split = [d for d, names in enumerate(dims) if set(names) & set(axes)]
+        split = next((d for d, names in enumerate(dims) if set(names) & set(axes)), None)
+        named = axes_in(only(dims, axes))
         here = f"{name} has shape {x.shape} and spec {spec}"
-        if not axes or len(split) > 1 or (split and dims[split[0]][: len(axes)] != axes):
+        if split is not None and not named == dims[split][: len(axes)] == axes:
             bad.append(f"{here}, which must name {axis_name!r} first in one dimension, or nowhere")
         elif x.ndim < len(dims) + leading:
             bad.append(f"{here}, which has more dimensions" + (" than [m, *local]" * leading))
-        found.append((name, x, split[0] if split else None))
+        found.append((name, x, split))
     if bad:
         raise ValueError(f"{api}: {'; '.join(bad)}.")
     return found, treedef
@@ -148,13 +159,19 @@ def _read(
 def _check_copies(leaves: list[tuple[str, jax.Array]]) -> None:
     bad = []
     for path, x in leaves:
-        if not isinstance(x, jax.core.Tracer) and not jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            copies = np.asarray(x)
-            if not np.all((copies == copies[:1]) | (copies != copies)):
-                bad.append(path)
+        if isinstance(x, jax.core.Tracer) or not x.is_fully_addressable:
+            continue
+        copies = np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+        both_nan = (copies != copies) & (copies[:1] != copies[:1])
+        if not np.all((copies == copies[:1]) | both_nan):
+            bad.append(path)
     if bad:
         raise ValueError(
             f"unstack: the copies of {', '.join(bad)} differ, but their specs say replicated. "
             "Name the axis in their specs; or make them equal: initialise in full and `stack`, "
             "not by a key for each shard."
         )
+
+
+def _is_key(x: jax.Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))

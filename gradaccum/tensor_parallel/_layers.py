@@ -67,8 +67,10 @@ def embedding(table: ArrayLike, ids: ArrayLike, axis_name: AxisName) -> jax.Arra
         )
     check_sharded("embedding", "table", table, axes, "rows")
     size = table.shape[0]
-    # Not in the ids' own dtype: a byte would wrap below 0.
-    local = ids.astype(jnp.promote_types(ids.dtype, jnp.int32)) - jax.lax.axis_index(axes) * size
+    # Signed, as it may be below 0. JAX would promote uint64 to a float; what is too large for the
+    # signed integer wraps to below 0, which is no row either.
+    wide = jnp.int64 if ids.dtype.itemsize > 4 else jnp.int32
+    local = ids.astype(wide) - jax.lax.axis_index(axes) * size
     ours = (local >= 0) & (local < size)
     with jax.named_scope(_SCOPE):
         rows = jnp.take(table, jnp.where(ours, local, 0), axis=0, mode="clip")

@@ -20,7 +20,7 @@ def global_norm(tree: Any, specs: Any, axis_name: AxisName) -> jax.Array:
     """Return the norm of a tree of which each device holds shards, inside a `shard_map`.
 
     `sqrt(sum_leaves sum |x|^2)` of the global arrays: a leaf whose spec names an axis is summed
-    over that axis too, a replicated one counts once. It equals `optax.global_norm` of the global
+    over that axis too, a replicated one counts once. It equals `optax.tree.norm` of the global
     arrays, which outside of a `shard_map`, under jit, is the one to take.
 
     Args:
@@ -66,6 +66,10 @@ def clip_by_global_norm(
     `optax.clip_by_global_norm` for use inside a `shard_map`: there optax's would take each device's
     own norm, and replicated parameters would diverge. Where g is the norm (see `global_norm`),
     updates are multiplied by `max_norm / g` if `g > max_norm`, and else left bitwise as they are.
+
+    What follows it in a chain must treat entries one by one, as adamw does. Transformations that look
+    at whole leaves (trust ratios and factored moments: `optax.lamb`, `lars`, `adafactor`; clipping
+    by block or unit) take a shard for the leaf: run those outside, under jit on the global arrays.
 
     Args:
       max_norm: the largest norm, > 0.
@@ -134,8 +138,8 @@ def _square(api: str, tree: Any, specs: Any, axis_name: AxisName) -> jax.Array:
             f"{api}: {'; '.join(bad)}. Give specs as the arrays lie: those of the in_specs."
         )
     with jax.named_scope("gradaccum/global_norm"):
-        total = jnp.zeros(())
+        total = zero = jnp.zeros((), jnp.float32)  # so that x64 alone widens nothing
         for over, squares in parts.items():
-            local = sum(squares, start=jnp.zeros(()))
+            local = sum(squares, start=zero)
             total += reduce_from(local, over) if over else local
     return total

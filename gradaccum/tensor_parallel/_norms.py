@@ -67,9 +67,10 @@ def clip_by_global_norm(
     own norm, and replicated parameters would diverge. Where g is the norm (see `global_norm`),
     updates are multiplied by `max_norm / g` if `g > max_norm`, and else left bitwise as they are.
 
-    What follows it in a chain must treat entries one by one, as adamw does. Transformations that look
-    at whole leaves (trust ratios and factored moments: `optax.lamb`, `lars`, `adafactor`; clipping
-    by block or unit) take a shard for the leaf: run those outside, under jit on the global arrays.
+    What follows it in a chain must treat entries one by one, as adamw does. Transformations that
+    look at whole leaves (trust ratios and factored moments: `optax.lamb`, `lars`, `adafactor`;
+    clipping by block or unit) take a shard for the leaf: run those outside, under jit on the global
+    arrays.
 
     Args:
       max_norm: the largest norm, > 0.

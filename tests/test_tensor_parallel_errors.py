@@ -52,7 +52,7 @@ def test_shapes_that_do_not_match(layer, case):
     part = "columns" if layer is column_dense else "rows"
     assert error_of(lambda *args: layer(*args, "mp"), *args) == (
         f"{layer.__name__}: {got} needed x [..., I], w [I, O] and b [O]. They are this device's "
-        f"parts: w has 1/4 of the {part} (axis_name=('mp',), 4 devices)."
+        f"parts: w has 1/4 of the {part} (axis_name='mp', 4 devices)."
     )
 
 

@@ -32,12 +32,15 @@ def check_operand(api: str, x: ArrayLike, axis_name: AxisName) -> tuple[jax.Arra
     return jnp.asarray(x), axes
 
 
-def dimension_of(api: str, x: jax.Array, axis: int) -> int:
-    """Returns a dimension of x counted from the start, or raises ValueError."""
+def dimension_of(api: str, x: jax.Array, axis: int, name: str = "axis") -> int:
+    """Returns a dimension of x counted from the start, or raises ValueError.
+
+    `name` is the argument's.
+    """
     if not -x.ndim <= operator.index(axis) < x.ndim:
-        needed = f"{-x.ndim} <= axis < {x.ndim}" if x.ndim else "a rank of at least 1"
+        needed = f"{-x.ndim} <= {name} < {x.ndim}" if x.ndim else "a rank of at least 1"
         raise ValueError(
-            f"{api}: got axis={axis} for x with shape {x.shape}, needed {needed}. Give the "
+            f"{api}: got {name}={axis} for x with shape {x.shape}, needed {needed}. Give the "
             "dimension that is split over the devices."
         )
     return operator.index(axis) % x.ndim

@@ -11,8 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from gradaccum._mesh import AxisName
-from gradaccum.tensor_parallel._axes import check_operand, check_sharded, dimension_of
+from gradaccum._mesh import AxisName, axis_name_of
+from gradaccum.tensor_parallel._axes import (
+    check_operand,
+    check_sharded,
+    check_splits,
+    dimension_of,
+)
 from gradaccum.tensor_parallel._operators import copy_to, reduce_from
 from gradaccum.tensor_parallel._sequence import all_gather_to, reduce_scatter_from
 
@@ -182,7 +187,9 @@ def row_dense(
     w, b = _weights("row_dense", x, w, b, axes, "rows")
     if sequence_axis is None:
         return _add_bias(reduce_from(x @ w, axes), b)
-    part = reduce_scatter_from(x @ w, axes, _sequence("row_dense", x, sequence_axis))
+    axis = _sequence("row_dense", x, sequence_axis)
+    check_splits("row_dense", x, axis, axis_name)
+    part = reduce_scatter_from(x @ w, axes, axis)
     return _add_bias(part, None if b is None else copy_to(b, axes))
 
 
@@ -204,15 +211,15 @@ def _weights(
         m = jax.lax.axis_size(axes)
         raise ValueError(
             f"{api}: got x {x.shape}, w {w.shape}, {bias}; needed x [..., I], w [I, O] and b [O]. "
-            f"They are this device's parts: w has 1/{m} of the {what} (axis_name={axes!r}, "
-            f"{m} devices)."
+            f"They are this device's parts: w has 1/{m} of the {what} (axis_name="
+            f"{axis_name_of(axes)!r}, {m} devices)."
         )
     check_sharded(api, "w", w, axes, what)
     return w, b
 
 
 def _sequence(api: str, x: jax.Array, sequence_axis: int) -> int:
-    axis = dimension_of(api, x, sequence_axis)
+    axis = dimension_of(api, x, sequence_axis, "sequence_axis")
     if axis == x.ndim - 1:
         raise ValueError(
             f"{api}: got sequence_axis={sequence_axis} for x with shape {x.shape}; the last "

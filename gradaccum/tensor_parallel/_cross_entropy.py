@@ -90,19 +90,26 @@ def cross_entropy(
     column = jnp.expand_dims(column, range(targets.ndim))
     real = column < vocabulary
 
-    with jax.named_scope("gradaccum/cross_entropy"):
-        # Selected before anything is computed: NaN logits of an ignored target leave no gradient.
+    def selected(logits: jax.Array) -> jax.Array:
+        # Before anything is computed: NaN logits of an ignored target leave no gradient.
         wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         wide = jnp.where(counts[..., None], vary(wide, axes), 0)
-        if vocabulary < whole:
-            wide = jnp.where(real, wide, -jnp.inf)
-        # The loss does not depend on what is subtracted, so nothing is differentiated through it.
-        highest = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(wide, axis=-1)), axes)
-        shifted = wide - highest[..., None]
+        return jnp.where(real, wide, -jnp.inf) if vocabulary < whole else wide
+
+    def local_sums(logits: jax.Array) -> jax.Array:
+        shifted = selected(logits) - highest[..., None]
         parts = [jnp.exp(shifted), jnp.where(column == targets[..., None], shifted, 0)]
         if label_smoothing:
             parts.append(jnp.where(real, shifted, 0))
-        sums = reduce_from(jnp.stack([jnp.sum(part, axis=-1) for part in parts]), axes)
+        return jnp.stack([jnp.sum(part, axis=-1) for part in parts])
+
+    with jax.named_scope("gradaccum/cross_entropy"):
+        # The loss does not depend on what is subtracted, so nothing is differentiated through it.
+        highest = jnp.max(selected(jax.lax.stop_gradient(logits)), axis=-1)
+        highest = jax.lax.pmax(highest, axes)
+        # Recomputed, or each selection would keep a mask and a float32 copy of the logits. There is
+        # nothing to keep XLA from merging the two where that costs no memory.
+        sums = reduce_from(jax.checkpoint(local_sums, prevent_cse=False)(logits), axes)
         log_sum = jnp.log(sums[0])
         losses = log_sum - (1 - label_smoothing) * sums[1]
         if label_smoothing:

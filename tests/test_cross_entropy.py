@@ -382,3 +382,21 @@ def test_two_all_reduces_forward_and_none_backward(typed, options, parts):
         found = sorted((row.kind, row.axes, row.dtype, row.bytes, row.executions) for row in rows)
         each = ("all-reduce", ("mp",), "f32")
         assert found == [(*each, 4 * 6, 1), (*each, 4 * 6 * parts, 1)], rows
+
+
+@modes
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_backward_pass_keeps_the_logits_and_nothing_else_of_their_size(typed, dtype):
+    """No mask and no float32 copy: what a scan over chunks of tokens holds for each."""
+    kept = []
+
+    def fun(logits, targets):
+        options = {"label_smoothing": 0.1, "z_loss": 0.1, "vocab_size": PADDED}
+        loss_fn = functools.partial(cross_entropy, targets=targets, axis_name="mp", **options)
+        losses, backward = jax.vjp(loss_fn, logits)
+        kept.extend(x for x in jax.tree.leaves(backward) if jnp.size(x) >= logits.size)
+        return losses
+
+    logits = jax.ShapeDtypeStruct((*SHAPE, V), dtype)
+    jax.eval_shape(sharded(fun, (COLUMNS, P()), P(), 2, typed), logits, TARGETS)
+    assert [(x.shape, x.dtype) for x in kept] == [((*SHAPE, V // 2), dtype)]

@@ -158,6 +158,33 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(typed):
     assert sum(summed) == 4 + P32["scale"].nbytes + P32["b"].nbytes
 
 
+@modes
+def test_a_checkpoint_policy_saves_the_scattered_sums_by_their_name(typed):
+    """Accumulated; the sines' derivatives need both sums."""
+    names = jax.checkpoint_policies.save_only_these_names("gradaccum/tensor_parallel")
+    counts, results = [], []
+    for policy in (None, names):
+
+        @functools.partial(jax.checkpoint, policy=policy)
+        def blocks(p, x):
+            for _ in range(2):
+                up = jnp.tanh(SEQUENCE["columns"](x, p["up"], p["a"]))
+                x = jnp.sin(SEQUENCE["rows"](up, p["down"], p["b"]))
+            return x
+
+        def loss(p, x, blocks=blocks):
+            return reduce_from(jnp.sum(blocks(p, x) ** 3), "mp") / len(x)
+
+        fun = jit(jax.value_and_grad(decorate(loss, typed)))
+        rows = audit.collectives(fun, P32, BATCH)
+        counts.append(sum(row.executions for row in rows if row.kind == "reduce-scatter"))
+        results.append(fun(P32, BATCH))
+    # Of each of 2 microbatches: two forward, the same again, and the second block's input's
+    # cotangent (the first's has none).
+    assert counts == [2 * (2 + 2 + 1), 2 * (2 + 1)]
+    helpers.assert_close(results[1], results[0])
+
+
 @pytest.mark.parametrize("control", ["a scale without f", "a row bias without f"])
 def test_a_replicated_parameter_on_a_sharded_sequence_without_copy_to_is_refused(control):
     broken, _ = CONTROLS[control]

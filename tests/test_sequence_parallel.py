@@ -40,7 +40,7 @@ def sharded(fun, in_specs, out_specs, m=2, typed=False):
 
 
 def cast(tree, dtype):
-    return jax.tree.map(lambda x: jnp.asarray(x).astype(dtype), tree)
+    return jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)), tree)
 
 
 def in_float64(fun, *args):

@@ -285,7 +285,7 @@ def test_dtypes(typed, dtype):
         return jnp.real(g(jnp.sum(part * part.conj())))
 
     with jax.enable_x64(dtype == "float64"):
-        w, x = (jnp.asarray(helpers.normal(i, *s)).astype(dtype) for i, s in ((0, [4]), (1, [1])))
+        w, x = (helpers.normal(i, *s).astype(jnp.dtype(dtype)) for i, s in ((0, [4]), (1, [1])))
         if dtype == "complex64":
             w, x = w + 1j * w[::-1], x * (1 + 0.5j)
         want = jit(jax.value_and_grad(functools.partial(loss, **IDENTITIES), argnums=(0, 1)))(w, x)

@@ -68,7 +68,7 @@ whole, in_parallel = (functools.partial(network, **layers) for layers in (WHOLE,
 
 
 def cast(tree, dtype):
-    return jax.tree.map(lambda x: jnp.asarray(x).astype(dtype), tree)
+    return jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)), tree)
 
 
 def widest(x):

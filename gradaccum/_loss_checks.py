@@ -11,9 +11,9 @@ from jax.extend import core as jex_core
 from jax.sharding import PartitionSpec
 from optax.microbatching import AccumulationType
 
-from gradaccum._activity import Collective
+from gradaccum._activity import OWN_RULE, Collective
 from gradaccum._checks import API
-from gradaccum._variance import Entry
+from gradaccum._copies import Entry, Misuses
 
 
 def check_unchanged(classes: Sequence[str]) -> None:
@@ -182,16 +182,35 @@ def check_invariant(varying: Sequence[str]) -> None:
         )
 
 
-def check_entries(entries: Sequence[Entry], axis: str, outer: bool) -> None:
-    """Raises ValueError for replicated values that are used as if each device had its own."""
-    if entries:
-        where = "; ".join(dict.fromkeys(f"{x.primitive} at {x.source}" for x in entries))
+def check_copies(found: Misuses, axis: str, outer: bool) -> None:
+    """Raises ValueError for values that lack a `copy_to`, or have one that they should not."""
+    copy_to = f"gradaccum.tensor_parallel.copy_to(x, {axis!r})"
+    if found.missing:
         raise ValueError(
             f"{API}: a value that is the same on all devices of {axis} is used where each has a "
-            f"part of its own ({where}), so each would have a part of its gradient only. Pass it "
-            f"through gradaccum.tensor_parallel.copy_to(x, {axis!r}) there, or give "
-            f"{_typed(outer)}."
+            f"part of its own ({_where(found.missing)}), so each would have a part of its gradient "
+            f"only. Pass it through {copy_to} there, or give {_typed(outer)}."
         )
+    if found.extra:
+        raise ValueError(
+            f"{API}: a value that has been through {copy_to} is used where all devices compute "
+            f"alike ({_where(found.extra)}), so what each adds to its gradient would be counted on "
+            "all of them. Use the value from before copy_to there, and copy_to once on each path, "
+            f"where computation with this device's shards begins; or give {_typed(outer)}."
+        )
+    if found.foreign:
+        raise ValueError(
+            f"{API}: {copy_to}, or scatter_to, is given a value of which each device of {axis} has "
+            f"its own ({_where(found.foreign)}), so the gradients of different values would be "
+            f"summed. Leave it out there: it takes what is the same on all devices."
+        )
+
+
+def _where(entries: Sequence[Entry]) -> str:
+    names = dict.fromkeys(OWN_RULE, "an operator")
+    return "; ".join(
+        dict.fromkeys(f"{names.get(x.primitive, x.primitive)} at {x.source}" for x in entries)
+    )
 
 
 def check_cotangents(

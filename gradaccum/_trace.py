@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from gradaccum import _jaxpr, _loss_checks
 from gradaccum._activity import differentiated_collectives
 from gradaccum._arguments import changed, objects
+from gradaccum._copies import misused_copies
 from gradaccum._layout import Layouts
 from gradaccum._mesh import vary, varying_axes
 from gradaccum._options import Call
-from gradaccum._variance import missing_copies, varying_outputs
+from gradaccum._variance import varying_outputs
 
 
 def trace_loss(
@@ -90,8 +91,8 @@ def _check_model_axes(call: Call, layouts: Layouts, typed: Sequence[str], progra
     found = differentiated_collectives(program, call.differentiated, live, model)
     _loss_checks.check_raw_collectives(found, call.where.manual)
     for axis, splits in layouts.splits:
-        entries = missing_copies(program, call.differentiated, live, splits, axis)
-        _loss_checks.check_entries(entries, axis, call.where.manual)
+        misuses = misused_copies(program, call.differentiated, live, splits, axis)
+        _loss_checks.check_copies(misuses, axis, call.where.manual)
 
 
 def _varying_axes(layouts: Layouts, program: Any) -> list[str]:

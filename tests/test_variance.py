@@ -7,7 +7,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from gradaccum._variance import missing_copies, varying_outputs
+from gradaccum._copies import misused_copies
+from gradaccum._variance import varying_outputs
 from gradaccum.tensor_parallel import copy_to, gather_from, reduce_from, scatter_to
 
 M = 2  # devices along "mp"
@@ -174,6 +175,7 @@ SHAPES = {
     "bias": (1, D),
     "square": (D, D),
 }
+NONE = ([], [], [])  # no copy missing, too many, or of a value that varies
 VARYING = {k: "mp" in spec for k, spec in PARAMS.items()}
 
 
@@ -195,7 +197,7 @@ def manual(fun, **options):
 
 
 def verdict(loss, x_spec):
-    """Returns (whether the loss varies, the entries) of a loss of (params, batch)."""
+    """Returns (whether the loss varies, the misused copies) of a loss of (params, batch)."""
     found = []
 
     def local(p, x):
@@ -211,7 +213,7 @@ def verdict(loss, x_spec):
         found.append(
             (
                 varying_outputs(jaxpr, varying, "mp")[0],
-                missing_copies(jaxpr, active, live, varying, "mp"),
+                misused_copies(jaxpr, active, live, varying, "mp"),
             )
         )
         return jnp.zeros(())
@@ -506,6 +508,29 @@ def aux(p, x):
     return loss, x @ (p["scale"].T * p["up"])
 
 
+def x_positive(h):
+    return h.sum() > 0
+
+
+def own_part(w):
+    size = w.shape[-1] // M
+    return lax.dynamic_slice_in_dim(w, index() * size, size, -1)
+
+
+def once_more(h, w):
+    return once(2 * h, w)
+
+
+def after_f(f_before=f, f_inside=none, add=jnp.add):
+    """A residual that is taken after the f, as it must not be."""
+
+    def loss(p, x):
+        h = f_before(x + p["bias"])
+        return jnp.square(add(h, g(jnp.tanh(f_inside(h) @ p["up"]) @ p["down"]))).mean()
+
+    return loss
+
+
 RIGHT = {
     "two layers": two_layers(),
     "residual": residual(),
@@ -647,6 +672,84 @@ ENTRIES_SPLIT = {
     "Megatron sequence": (megatron_sequence(none), "mul"),
     "experts": (experts(none), "dot_general"),
 }
+# An f too many: as a pair, the program and what JAX's types accept of it, its gradients right.
+EXTRA = {
+    "f twice": (two_layers(f1=lambda v: f(f(v))), two_layers(), "custom_vjp_call"),
+    "f twice, textbook": (
+        two_layers(f1=lambda v: text_f(text_f(v)), f2=text_f, g=text_g),
+        two_layers(),
+        "custom_vjp_call",
+    ),
+    "f twice, linear_call": (
+        of_params(lambda h, w: once(linear_f(linear_f(h)), w, none)),
+        of_params(once),
+        "linear_call",
+    ),
+    "f twice, of two axes": (
+        residual(lambda v: copy_to(f(v), ("dp", "mp"))),
+        residual(),
+        "custom_vjp_call",
+    ),
+    "f, arithmetic, f": (
+        of_params(lambda h, w: once(swish(2 * f(h)), w)),
+        of_params(lambda h, w: once(swish(2 * h), w)),
+        "custom_vjp_call",
+    ),
+    "f in a scan that f enters": (
+        lambda p, x: scanned()({**p, "bias": f(p["bias"])}, x),
+        scanned(),
+        "custom_vjp_call",
+    ),
+    "f in a branch that f enters": (
+        of_params(lambda h, w: lax.cond(x_positive(h), once, once_more, f(h), w)),
+        of_params(lambda h, w: lax.cond(x_positive(h), once, once_more, h, w)),
+        "custom_vjp_call",
+    ),
+    "f and scatter_to": (scattered(scatter=lambda v: scatter_rows(f(v))), scattered(), None),
+    "residual after f": (after_f(), after_f(none, f), "add"),
+    "residual after f, selected": (
+        after_f(add=lambda a, b: jnp.where(a > 0, a, b)),
+        after_f(none, f, add=lambda a, b: jnp.where(a > 0, a, b)),
+        "select_n",
+    ),
+    "f before a norm's mean": (
+        of_params(lambda h, w: once(f(h), w, none) + jnp.square(f(h)).mean()),
+        of_params(lambda h, w: once(h, w) + jnp.square(h).mean()),
+        "add",
+    ),
+    "f on the loss": (
+        lambda p, x: f(two_layers()(p, x)),
+        two_layers(),
+        "the loss itself",
+    ),
+    "f on the logits": (
+        lambda p, x: jnp.square(f(x * p["bias"])).sum(),
+        lambda p, x: jnp.square(x * p["bias"]).sum(),
+        "the loss itself",
+    ),
+    "gather and scatter on the loss's path": (
+        lambda p, x: jnp.square(gather_scatter(scatter_rows(x * p["bias"]))).sum(),
+        lambda p, x: jnp.square(x * p["bias"]).sum(),
+        "the loss itself",
+    ),
+    "carry of f": (
+        lambda p, x: lax.scan(lambda c, _: (jnp.sin(c), None), f(p["bias"]), None, length=2)[
+            0
+        ].sum(),
+        lambda p, x: jnp.sin(jnp.sin(p["bias"])).sum(),
+        "the loss itself",
+    ),
+}
+# An f of what each device has its own of. Types take it, as nothing is done there.
+FOREIGN = {
+    "a weight": of_params(lambda h, w: once(h, f(w))),
+    "a weight, textbook": of_params(lambda h, w: once(h, text_f(w))),
+    "sharded activations": lambda p, x: g(jnp.square(f(jnp.tanh(x @ p["up"])) @ p["down"]).sum()),
+    "a shard that is scattered": of_params(lambda h, w: once(h, w) + g(scatter_to(w, "mp").sum())),
+    "in a scan": lambda p, x: g(
+        lax.scan(lambda _, w: (None, jnp.square(f(w)).sum()), None, p["stack"])[1].sum()
+    ),
+}
 LOSS_VARIES = {
     "no g": two_layers(g=none),
     "local regulariser": lambda p, x: two_layers()(p, x) + jnp.square(p["local"]).sum(),
@@ -669,6 +772,8 @@ TWINS = {
     "optimization_barrier": lambda p, x: (
         jnp.square(p["bias"]).sum() + g(jnp.square(p["local"]).sum())
     ),
+    "a weight, textbook": of_params(once),
+    "a shard that is scattered": of_params(lambda h, w: once(h, w) + g(own_part(w).sum())),
     "carry from zeros": varying_carry(none, lambda p: jnp.zeros((1, D)), unrolled),
     "carry": varying_carry(scan=unrolled),
     "later carry": later_carry(scan=unrolled),
@@ -689,19 +794,39 @@ def cases(right, split):
 
 @pytest.mark.parametrize(("loss", "x_spec"), cases(RIGHT, RIGHT_SPLIT))
 def test_right_programs_are_not_reported(loss, x_spec, request):
-    assert verdict(loss, x_spec) == (False, [])
+    assert verdict(loss, x_spec) == (False, NONE)
     assert is_right(loss, TWINS.get(name_of(request), loss), x_spec)
 
 
 @pytest.mark.parametrize(("case", "x_spec"), cases(ENTRIES, ENTRIES_SPLIT))
 def test_entries_are_found(case, x_spec, request):
     loss, primitive = case
-    varies, entries = verdict(loss, x_spec)
+    varies, (entries, *_) = verdict(loss, x_spec)
     assert not varies
     assert entries
     assert primitive is None or entries[0].primitive == primitive
     assert all("test_variance.py:" in row.source for row in entries), entries
     assert not is_right(loss, TWINS.get(name_of(request), loss), x_spec)
+
+
+@pytest.mark.parametrize("name", EXTRA)
+def test_copies_too_many_are_found(name):
+    loss, typed, primitive = EXTRA[name]
+    varies, (missing, extra, foreign) = verdict(loss, P())
+    assert (varies, missing, foreign) == (False, [], [])
+    assert primitive is None or extra[0].primitive == primitive
+    assert all("test_variance.py:" in x.source or "loss" in x.primitive for x in extra), extra
+    assert not is_right(loss, typed, P())
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_copies_of_what_varies_are_found(name):
+    varies, (missing, extra, foreign) = verdict(FOREIGN[name], P())
+    assert (varies, missing, extra) == (False, [], [])
+    assert all("test_variance.py:" in x.source for x in foreign), foreign
+    assert foreign
+    typed = TWINS.get(name, FOREIGN[name])
+    assert not is_right(FOREIGN[name], typed, P())
 
 
 @pytest.mark.parametrize("name", LOSS_VARIES)
@@ -798,7 +923,7 @@ def test_nothing_is_claimed_of_a_rule_that_raises():
         raise NotImplementedError
 
     broken.defvjp(lambda v: (v, None), backward)
-    assert verdict(of_params(lambda h, w: once(broken(h), w, none)), P()) == (False, [])
+    assert verdict(of_params(lambda h, w: once(broken(h), w, none)), P()) == (False, NONE)
 
 
 def test_rows():
@@ -809,7 +934,7 @@ def test_rows():
         total = total + g((h.sum() * w).sum())
         return total + g(jnp.where(w > 0, h.sum(), w).sum())
 
-    _, rows = verdict(of_params(fun), P())
+    _, (rows, *_) = verdict(of_params(fun), P())
     line = fun.__code__.co_firstlineno
     assert [row.primitive for row in rows] == ["mul", "select_n"]
     assert [f"test_variance.py:{line + i}:" in row.source for i, row in enumerate(rows, 2)]

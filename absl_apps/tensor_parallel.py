@@ -8,8 +8,9 @@ are any, else simulated on the CPU): the second seed's in Haiku, a transformer, 
 activations sharded along the sequence. Each runs under gradaccum.accumulate in 4 microbatches; the
 unsharded one on one device, with JAX and optax alone. Printed is the largest difference of each
 gradient, relative to the leaf's largest entry, then what the compiled program communicates over
-each axis. Expected: all within 1e-6 (2e-5 is allowed), and one all-reduce over dp, checked in the
-compiled program. The exit status is 1, and the leaves are named, where a difference is too large.
+each axis. Expected: all within about 1e-6 (2e-5 is allowed), and one all-reduce over dp, checked in
+the compiled program. The exit status is 1, and the leaves are named, where a difference is larger
+than allowed, in every mode; and where a program reduces more than once.
 
     python -m absl_apps.tensor_parallel --dtype=float64              # within 1e-14; 1e-12 allowed
     python -m absl_apps.tensor_parallel --check_vma --meshes='dp=2,mp=4;dp=1,mp=2' --models=haiku
@@ -20,10 +21,12 @@ What each operator is for: break one rule and see which gradients go wrong, and 
     python -m absl_apps.tensor_parallel --break_rule=bias_before_sum  # Haiku: others have no bias
 
 Expected on dp=2,mp=4: the refusal of gradaccum.accumulate; then, from a plain jax.shard_map in its
-place, with no_f a right loss and a right gradient of the last projection alone, all others too
-small; with plain_psum a right loss, and gradients 4 times too large in Haiku's last feed-forward
-layer, by about 9 in the one before; with bias_before_sum a loss 3.5 % too large and no gradient
-right. The exit status is then 0 where every model goes wrong, 1 where one does not.
+place, what goes wrong, and so exit status 1:
+  no_f             a right loss and a right gradient of the last projection; all others too small
+  plain_psum       a right loss, and a right gradient of what follows the last sum; what lies before
+                   it 4 times too large in Haiku's last feed-forward layer, about 9 times in the
+                   one before; the transformers' layers 7 to 13 times
+  bias_before_sum  a loss 3.5 % too large, and no gradient right
 
 Compiled for a TPU that need not be here (pip install -e '.[apps,aot-tpu]'):
 
@@ -59,9 +62,9 @@ from absl_apps.tensor_parallel_report import (
     collectives_table,
     compare,
     leaves_table,
+    summary,
     too_large,
     traffic,
-    worst,
 )
 from absl_apps.tensor_parallel_rules import RULES, by_hand
 from gradaccum import audit
@@ -73,7 +76,7 @@ def unsharded(model: Model, key: jax.Array, batch: np.ndarray) -> tuple[Any, Any
     This is the reference: no shard_map, no microbatches, none of gradaccum.
     """
     device = jax.devices()[0]
-    params, batch = jax.device_put((model.init(key), batch), device)
+    params, batch = jax.device_put((jax.jit(model.init)(key), batch), device)
     values = jax.jit(jax.value_and_grad(lambda p, x: model.loss(p, x, PLAIN)))(params, batch)
     return jax.device_get((params, values))
 
@@ -121,24 +124,35 @@ def check_model(
     want: Any,
     FLAGS: flags.FlagValues,  # noqa: N803
 ) -> dict[str, Any]:
-    """Run, unless `want` is None, compare and audit; return what --json holds.
+    """Audit the compiled program and, unless `want` is None, run it and compare.
 
-    Raises:
-      AssertionError: the program does more over the data axis than one mean.
+    Returns:
+      What --json holds: collectives; leaves, if it ran; problem, what the program does over the
+      data axis beside one mean, or None.
     """
     fun = accumulated(model, model.layers, mesh, FLAGS.microbatches, FLAGS.check_vma)
     program = compiled(fun, model, mesh, arguments)
     result: dict[str, Any] = {"collectives": traffic(audit.collectives(program, mesh=mesh))}
-    audit.assert_one_reduction(program, axis_name=DATA_AXIS, mesh=mesh)
     if want is not None:
         got = program(*jax.device_put(arguments, shardings(model, mesh)))
         result["leaves"] = compare(got, want, model.specs)
         print(leaves_table(result["leaves"], factors=False))
     print(collectives_table(result["collectives"]))
+    result["problem"] = problem(program, mesh)
     alone = f"{DATA_AXIS} has one device: nothing to reduce over it"
     one = f"one reduction over {DATA_AXIS}, checked in the compiled program"
-    print(f"  {one if mesh.shape[DATA_AXIS] > 1 else alone}", flush=True)
+    sound = one if mesh.shape[DATA_AXIS] > 1 else alone
+    print(f"  {result['problem'] or sound}", flush=True)
     return result
+
+
+def problem(program: Any, mesh: jax.sharding.Mesh) -> str | None:
+    """Return what a compiled program does over the data axis beside one mean, if anything."""
+    try:
+        audit.assert_one_reduction(program, axis_name=DATA_AXIS, mesh=mesh)
+    except AssertionError as error:
+        return str(error)
+    return None
 
 
 def break_model(
@@ -214,9 +228,10 @@ def _run(FLAGS: flags.FlagValues, chosen: dict[str, Any]) -> list[str]:  # noqa:
             results[name] = show(model, mesh, (params, batch), want, FLAGS)
             runs.append({"mesh": dict(mesh.shape), "model": name, **results[name]})
         if not FLAGS.topology:
-            line, failed = judge(text, results, tolerance, broken=FLAGS.break_rule is not None)
-            print(f"\n{line}", flush=True)
-            failures += failed
+            leaves = {name: result["leaves"] for name, result in results.items()}
+            print(f"\n{text}: {summary(leaves, tolerance)}", flush=True)
+        for name, result in results.items():
+            failures += [f"{text} {name}: {line}" for line in faults(result, tolerance)]
     if FLAGS.json:
         environment = run_files.environment(max(grids.values(), key=lambda mesh: mesh.size))
         environment["devices"]["ran"] = not FLAGS.topology
@@ -227,34 +242,14 @@ def _run(FLAGS: flags.FlagValues, chosen: dict[str, Any]) -> list[str]:  # noqa:
     return failures
 
 
-def judge(
-    mesh: str, results: dict[str, Any], tolerance: float, broken: bool
-) -> tuple[str, list[str]]:
-    """Return a mesh's summary line, and a line for each model that is not as it should be.
-
-    A sound model has no leaf beyond the tolerance; a broken one that has none teaches nothing.
-    """
-    beyond = {name: too_large(result["leaves"], tolerance) for name, result in results.items()}
-    leaves = {name: result["leaves"] for name, result in results.items()}
-    total = sum(len(x) for x in leaves.values())
-    far = sum(len(names) for names in beyond.values())
-    name, leaf = worst(leaves)
-    line = (
-        f"{mesh}: of {total} losses and gradients {far or 'none'} differ by more than "
-        f"{tolerance:g}; the largest difference is {leaf['difference']:.2g}, {name} {leaf['path']}"
-    )
-    if broken:
-        return line, [
-            f"{mesh} {name}: no leaf differs by more than {tolerance:g}, so the broken rule shows "
-            "nothing"
-            for name, names in beyond.items()
-            if not names
-        ]
-    return line, [
-        f"{mesh} {name}: differs by more than {tolerance:g}: {', '.join(names)}"
-        for name, names in beyond.items()
-        if names
-    ]
+def faults(result: dict[str, Any], tolerance: float) -> list[str]:
+    """Return a line for each way in which one model's result is not as it should be."""
+    lines = []
+    if far := too_large(result.get("leaves", ()), tolerance):
+        lines.append(f"differs by more than {tolerance:g}: {', '.join(far)}")
+    if result.get("problem"):
+        lines.append(result["problem"])
+    return lines
 
 
 def main(argv: list[str]) -> None:
@@ -265,7 +260,7 @@ def main(argv: list[str]) -> None:
         grids = tensor_parallel_flags.chosen_meshes(asked).values()
         meshes.prepare_platform(max(math.prod(axes.values()) for axes in grids))
         failures = run(FLAGS)
-    except (ValueError, OSError, AssertionError) as error:  # the last with the audit's table
+    except (ValueError, OSError) as error:
         sys.exit(f"tensor_parallel: {error}")
     if failures:
         sys.exit("\n".join(f"tensor_parallel: {failure}" for failure in failures))

@@ -130,6 +130,15 @@ def _validate(values: flags.FlagValues) -> None:
             raise flags.ValidationError(f"{problem}; choose of {', '.join(MODELS)}, each once.")
         return True
 
+    @flags.multi_flags_validator(["dtype", "topology"], flag_values=values)
+    def _wide(chosen: dict[str, Any]) -> bool:
+        if chosen["topology"] and chosen["dtype"] == "float64":
+            raise flags.ValidationError(
+                "a TPU takes no maximum over devices in float64, which the sharded cross entropy "
+                "needs; leave out one of the two."
+            )
+        return True
+
     @flags.multi_flags_validator(["break_rule", "check_vma", "topology"], flag_values=values)
     def _broken(chosen: dict[str, Any]) -> bool:
         if chosen["break_rule"] and (chosen["check_vma"] or chosen["topology"]):
@@ -139,7 +148,7 @@ def _validate(values: flags.FlagValues) -> None:
             )
         return True
 
-    del _tolerance, _json, _models, _broken  # registered
+    del _tolerance, _json, _models, _wide, _broken  # registered
 
 
 def check(chosen: dict[str, Any]) -> None:

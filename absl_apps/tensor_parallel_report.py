@@ -54,12 +54,6 @@ def _differences(got: jax.Array, want: np.ndarray) -> dict[str, Any]:
         copies_differ |= not np.array_equal(copy, data, equal_nan=True)
     largest = np.max(np.abs(want))
     norms = [np.linalg.norm(np.ravel(np.asarray(x, np.float64))) for x in (got, want)]
-    if largest == 0:  # nothing to be relative to: right only where it is zero too
-        return {
-            "difference": 0.0 if error == 0 else math.inf,
-            "factor": math.nan,
-            "copies_differ": copies_differ,
-        }
     return {
         "difference": float(error / largest),
         "factor": float(norms[0] / norms[1]),
@@ -73,15 +67,20 @@ def too_large(leaves: Leaves, tolerance: float) -> list[str]:
     return [leaf["path"] for leaf in leaves if not leaf["difference"] <= tolerance]
 
 
-def worst(models: Mapping[str, Leaves]) -> tuple[str, Mapping[str, Any]]:
-    """Return the model, and its leaf, that differ most; a NaN is more than any number."""
+def summary(models: Mapping[str, Leaves], tolerance: float) -> str:
+    """Return how many leaves of some models differ by too much, and which differs most."""
     pairs = [(name, leaf) for name, leaves in models.items() for leaf in leaves]
+    far = sum(len(too_large(leaves, tolerance)) for leaves in models.values())
 
     def size(pair: tuple[str, Mapping[str, Any]]) -> float:
         difference = pair[1]["difference"]
-        return math.inf if math.isnan(difference) else difference
+        return math.inf if math.isnan(difference) else difference  # more than any number
 
-    return max(pairs, key=size)
+    name, leaf = max(pairs, key=size)
+    return (
+        f"of {len(pairs)} losses and gradients {far or 'none'} differ by more than {tolerance:g}; "
+        f"the largest difference is {leaf['difference']:.2g}, {name} {leaf['path']}"
+    )
 
 
 def traffic(report: audit.Report) -> list[dict[str, Any]]:

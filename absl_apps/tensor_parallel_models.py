@@ -13,8 +13,7 @@ import numpy as np
 
 from absl_apps import haiku_model, transformer
 from absl_apps.layers import Layers, sharded
-
-MODEL_AXIS = "mp"
+from absl_apps.meshes import MODEL_AXIS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradaccum
-from absl_apps import flag_parsing, meshes, run_files, text_data, train_flags, transformer
+from absl_apps import flag_parsing, layers, meshes, run_files, text_data, train_flags, transformer
+from absl_apps.meshes import MODEL_AXIS
 from gradaccum import audit
 
 FINAL_STEPS = 10  # the final loss is the mean over these: a single step's is noisy
@@ -58,16 +59,19 @@ def state_specs(
     tx: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
 ) -> tuple[TrainState, transformer.Params]:
-    """Return how the state lies on the mesh, and how the gradients do.
-
-    One rule by shape, `meshes.split_spec`, so moments lie as their parameters' gradients.
-    """
+    """Return how the state lies on the mesh, and how the gradients do."""
     shapes = jax.eval_shape(lambda: init_state(jax.random.key(0), config, tx))
-    split = jax.tree.map(lambda x: meshes.split_spec(x.shape, mesh), shapes)
-    whole = jax.tree.map(lambda x: P(), shapes)
-    params = (split if sharding == "fsdp" else whole).params
-    rest = whole if sharding == "replicated" else split
-    return TrainState(params, rest.opt_state), rest.params
+    model = transformer.specs(MODEL_AXIS if MODEL_AXIS in mesh.shape else None)
+    split = jax.tree.map(
+        lambda x, spec: meshes.split_spec(x.shape, mesh, spec), shapes.params, model
+    )
+    params = split if sharding == "fsdp" else model
+    grads = model if sharding == "replicated" else split
+    # Moments lie as the gradients that they are made of; counts of steps are whole.
+    opt_state = optax.tree_map_params(
+        tx, lambda _, spec: spec, shapes.opt_state, grads, transform_non_params=lambda _: P()
+    )
+    return TrainState(params, opt_state), grads
 
 
 ############################################ The step ############################################
@@ -100,20 +104,26 @@ def make_step(
     microbatches: int,
     tx: optax.GradientTransformation,
     sharding: str = "replicated",
+    sequence_parallel: bool = False,
 ) -> Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]]:
     """Return the jitted step (state, tokens [B, seq_len + 1]) -> (state, loss); donates state."""
     specs, grad_specs = state_specs(sharding, config, tx, mesh)
     where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    model = (
+        layers.sharded(MODEL_AXIS, sequence_parallel) if MODEL_AXIS in mesh.shape else layers.PLAIN
+    )
 
+    # The batch is split over the data axes alone. That the specs name the model axis makes it
+    # manual: the loss sees this device's shards, and communicates where its layers say.
     @gradaccum.accumulate(
         microbatches=microbatches,
-        axis_name=mesh.axis_names,
+        axis_name=meshes.data_axes(mesh),
         mesh=mesh,
         in_specs=(specs.params,),
         grad_specs=(grad_specs,),
     )
     def loss_fn(params: transformer.Params, tokens: jax.Array) -> jax.Array:
-        return transformer.loss(params, tokens, config)
+        return transformer.loss(params, tokens, config, model)
 
     # The state comes out as it went in: the next call of the compiled step takes it as it is.
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(where, NamedSharding(mesh, P())))
@@ -171,9 +181,14 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     ################### What the user can get wrong, before anything is computed ###################
 
     with errors_in_one_line():
-        axes = FLAGS.mesh or f"{meshes.DATA_AXIS}={jax.device_count()}"
-        mesh = meshes.make(meshes.parse(axes), f"--mesh={axes}", simulate="--cpu_devices")
-        train_flags.check_batch(FLAGS.global_batch, FLAGS.microbatches, mesh.devices.size)
+        config = transformer.Config(FLAGS.d_model, FLAGS.n_layer, FLAGS.n_head, FLAGS.compute_dtype)
+        asked = FLAGS.mesh or f"{meshes.DATA_AXIS}={jax.device_count()}"
+        axes = meshes.parse(asked)
+        train_flags.check_model_axis(axes, config, FLAGS.seq_len, FLAGS.sequence_parallel)
+        mesh = meshes.make(axes, f"--mesh={asked}", simulate="--cpu_devices")
+        data_axes = meshes.data_axes(mesh)
+        devices = math.prod(mesh.shape[axis] for axis in data_axes)
+        train_flags.check_batch(FLAGS.global_batch, FLAGS.microbatches, devices)
         chosen = [text_data.default_pattern()] if FLAGS.data is None else FLAGS.data
         files = text_data.find_files([part for text in chosen for part in text.split(",") if part])
         data = text_data.load(files, FLAGS.max_data_bytes)
@@ -183,7 +198,6 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
 
     ############################# The model and its state, on the mesh #############################
 
-    config = transformer.Config(FLAGS.d_model, FLAGS.n_layer, FLAGS.n_head, FLAGS.compute_dtype)
     peak = FLAGS.learning_rate
     if peak is None:
         peak = train_flags.LEARNING_RATES[FLAGS.optimizer]
@@ -197,11 +211,11 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     def load_batch(step: int) -> jax.Array:
         """The batch of a step, uint8 [B, seq_len + 1]: inputs, and targets one byte later."""
         tokens = text_data.sample(data, FLAGS.seed, step, FLAGS.global_batch, FLAGS.seq_len + 1)
-        return jax.device_put(tokens, NamedSharding(mesh, P(mesh.axis_names)))
+        return jax.device_put(tokens, NamedSharding(mesh, P(data_axes)))
 
     state = init(jax.random.key(FLAGS.seed))
     entropy = text_data.unigram_entropy(data)
-    devices = mesh.devices.size
+    along = " and ".join(data_axes)
     per_device = FLAGS.global_batch // (FLAGS.microbatches * devices)
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
     print(
@@ -211,23 +225,23 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         f"mesh: {','.join(f'{axis}={n}' for axis, n in mesh.shape.items())}, "
         f"{mesh.devices.flat[0].device_kind}\n"
         f"state: {held:,} bytes of parameters and optimizer on each device, {FLAGS.sharding}\n"
-        f"batch: {FLAGS.global_batch} = {devices} devices * {FLAGS.microbatches} "
-        f"microbatches * {per_device} sequences of {FLAGS.seq_len} bytes",
+        f"batch: {FLAGS.global_batch} = {devices} devices along {along} * "
+        f"{FLAGS.microbatches} microbatches * {per_device} sequences of {FLAGS.seq_len} bytes",
         flush=True,
     )
 
     ####################### One compilation: the step audited is the step run ######################
 
-    step_fn = make_step(config, mesh, FLAGS.microbatches, tx, FLAGS.sharding)
+    step_fn = make_step(
+        config, mesh, FLAGS.microbatches, tx, FLAGS.sharding, FLAGS.sequence_parallel
+    )
     step_fn = step_fn.lower(state, load_batch(0)).compile()
     report = audit.collectives(step_fn, mesh=mesh)
     print(f"\nwhat one step communicates:\n{report}", flush=True)
-    audit.assert_one_reduction(step_fn, axis_name=mesh.axis_names, mesh=mesh)
-    print(
-        "one device: no mean" if devices == 1 else "one cross-device mean: checked",
-        end="\n\n",
-        flush=True,
-    )
+    audit.assert_one_reduction(step_fn, axis_name=data_axes, mesh=mesh)
+    checked = "one cross-device mean: checked"
+    print(f"one device along {along}: no mean" if devices == 1 else checked, flush=True)
+    print()
 
     run = {
         "flags": flag_parsing.chosen(FLAGS, train_flags.GROUPS),

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from absl import flags
 
 from absl_apps import flag_parsing, meshes, transformer
-from absl_apps.meshes import DATA_AXIS, REPLICA_AXIS
+from absl_apps.meshes import DATA_AXIS, MODEL_AXIS, REPLICA_AXIS
 
 # How parameters, and gradients with the optimizer's state, lie on the data axes.
 SHARDINGS = ("replicated", "zero", "fsdp")
@@ -33,7 +33,7 @@ GROUPS = {
         "learning_rate",
         "warmup_steps",
     ),
-    "Devices": ("mesh", "sharding", "cpu_devices"),
+    "Devices": ("mesh", "sharding", "sequence_parallel", "cpu_devices"),
     "Output": ("workdir",),
 }
 
@@ -98,7 +98,9 @@ def define(values: flags.FlagValues) -> None:
         "mesh",
         None,
         f"Devices along the data axis, as {DATA_AXIS}=8, or along two, as {REPLICA_AXIS}=2,"
-        f"{DATA_AXIS}=4. Default: {DATA_AXIS}, all there are.",
+        f"{DATA_AXIS}=4; and last, along the model axis, over which heads, hidden features and "
+        f"vocabulary are sharded, as {DATA_AXIS}=4,{MODEL_AXIS}=2 or {REPLICA_AXIS}=2,{DATA_AXIS}=2"
+        f",{MODEL_AXIS}=2. Default: {DATA_AXIS}, all there are.",
         flag_values=values,
     )
     flags.DEFINE_enum(
@@ -107,7 +109,15 @@ def define(values: flags.FlagValues) -> None:
         SHARDINGS,
         "Whether every device holds all parameters, gradients and optimizer state (replicated), a "
         "part of the gradients and optimizer state (zero), or of the parameters too (fsdp). Parts "
-        f"are split over {DATA_AXIS} alone: with {REPLICA_AXIS}, its devices hold copies (HSDP).",
+        f"are split over {DATA_AXIS} alone: with {REPLICA_AXIS}, its devices hold copies (HSDP). "
+        f"With {MODEL_AXIS}, all this is said of a device's shard of the model.",
+        flag_values=values,
+    )
+    flags.DEFINE_bool(
+        "sequence_parallel",
+        False,
+        "Whether activations between the layers, which all devices along "
+        f"{MODEL_AXIS} otherwise hold whole, are sharded over it along the sequence.",
         flag_values=values,
     )
     integer("cpu_devices", 8, "Simulated CPU devices, on a machine without accelerators.")
@@ -145,17 +155,49 @@ def define(values: flags.FlagValues) -> None:
 
 
 def check_axes(axes: dict[str, int]) -> None:
-    """Raise ValueError unless the mesh has the data axes that this program knows."""
-    if list(axes) not in ([DATA_AXIS], [REPLICA_AXIS, DATA_AXIS]):
+    """Raise ValueError unless the mesh has the axes that this program knows, in their order."""
+    data = [axis for axis in axes if axis != MODEL_AXIS]
+    write = (
+        f"write --mesh={DATA_AXIS}=8, --mesh={REPLICA_AXIS}=2,{DATA_AXIS}=4 or "
+        f"--mesh={DATA_AXIS}=4,{MODEL_AXIS}=2."
+    )
+    if data not in ([DATA_AXIS], [REPLICA_AXIS, DATA_AXIS]):
         raise ValueError(
             f"axes {', '.join(axes)}, but this program splits the batch over {DATA_AXIS}, or "
-            f"{REPLICA_AXIS} and {DATA_AXIS}: write --mesh={DATA_AXIS}=8 or "
-            f"--mesh={REPLICA_AXIS}=2,{DATA_AXIS}=4."
+            f"{REPLICA_AXIS} and {DATA_AXIS}: {write}"
+        )
+    if MODEL_AXIS in axes and list(axes)[-1] != MODEL_AXIS:
+        raise ValueError(
+            f"axes {', '.join(axes)}, but the model axis {MODEL_AXIS} is to be the last, so that "
+            f"its devices, which communicate in every layer, are neighbours: {write}"
+        )
+
+
+def check_model_axis(
+    axes: dict[str, int], config: transformer.Config, seq_len: int, sequence_parallel: bool
+) -> None:
+    """Raise ValueError unless the model axis, where there is one, divides what it is to split."""
+    shards = axes.get(MODEL_AXIS)
+    if shards is not None:
+        transformer.check_shards(config, shards, MODEL_AXIS)
+    if not sequence_parallel:
+        return
+    if shards is None:
+        raise ValueError(
+            f"--sequence_parallel: there is no axis {MODEL_AXIS} to shard the sequence over; write "
+            f"for example --mesh={DATA_AXIS}=4,{MODEL_AXIS}=2."
+        )
+    if seq_len % shards:
+        below = seq_len - seq_len % shards
+        nearest = f"{below} or {below + shards}" if below else f"{shards}"
+        raise ValueError(
+            f"--sequence_parallel: --seq_len={seq_len} is not divisible by the {shards} devices "
+            f"along {MODEL_AXIS}; the nearest that is: {nearest}."
         )
 
 
 def check_batch(global_batch: int, microbatches: int, data_devices: int) -> None:
-    """Raise ValueError unless every device gets the same whole microbatches."""
+    """Raise ValueError unless all devices along the data axes get the same whole microbatches."""
     multiple = microbatches * data_devices
     if global_batch % multiple:
         below = global_batch - global_batch % multiple

@@ -74,10 +74,17 @@ def init(key: jax.Array, config: Config) -> Params:
 
 
 def specs(axis: str | None) -> Params:
-    """Return how parameters lie over a model axis: what `in_specs` of a `shard_map` is to be."""
-    whole, columns, rows = P(), P(None, None, axis), P(None, axis)
+    """Return how parameters lie over a model axis: what `in_specs` of a `shard_map` is to be.
+
+    Without one, `axis=None`, every leaf is whole.
+    """
+
+    def split(*dims: str | None) -> P:
+        return P(*dims) if axis else P()
+
+    whole, columns, rows = P(), split(None, None, axis), split(None, axis)
     return {
-        "embed": P(axis),
+        "embed": split(axis),
         "layers": {
             "attention_scale": whole,
             "qkv": columns,
@@ -87,7 +94,7 @@ def specs(axis: str | None) -> Params:
             "down": rows,
         },
         "final_scale": whole,
-        "head": P(None, axis),
+        "head": split(None, axis),
     }
 
 

@@ -12,6 +12,7 @@ from absl_apps import meshes
     [
         ("dp=8", {"dp": 8}),
         ("replica=2,dp=4", {"replica": 2, "dp": 4}),
+        ("dp=4,mp=2", {"dp": 4, "mp": 2}),
         ("a=1, b_2=3", {"a": 1, "b_2": 3}),
     ],
 )
@@ -64,6 +65,35 @@ def test_too_large_a_mesh_is_refused_with_the_numbers(axes, asked, simulate, mes
 @pytest.mark.parametrize("axes", [{"dp": 4}, {"replica": 2, "dp": 4}], ids=["one", "two-axes"])
 def test_arrays_are_split_by_one_rule(shape, spec, axes):
     assert meshes.split_spec(shape, meshes.make(axes, "")) == spec
+
+
+@pytest.mark.parametrize(
+    ("shape", "model", "spec"),
+    [
+        ((4, 64, 192), P(None, None, "mp"), P("dp", None, "mp")),  # another dimension than mp's
+        ((6, 64, 192), P(None, None, "mp"), P(None, "dp", "mp")),
+        ((6, 64, 62), P(None, "mp"), P(None, ("mp", "dp"))),  # the same, behind it
+        ((256, 64), P("mp"), P(("mp", "dp"))),
+        ((6, 6, 512), P(None, "mp"), P(None, "mp", "dp")),
+        ((4, 64), P(), P()),
+        ((32, 64), P(None, "mp"), P("dp", "mp")),  # 1,024 elements of each device's shard
+        ((32, 62), P(None, "mp"), P(None, "mp")),  # and fewer
+        ((2, 6, 514), P(None, None, "mp"), P(None, None, "mp")),  # 257 is not divisible
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "axes", [{"dp": 4, "mp": 2}, {"replica": 1, "dp": 4, "mp": 2}], ids=["one", "two-axes"]
+)
+def test_a_shard_of_a_model_axis_is_split_by_the_same_rule(shape, model, spec, axes):
+    mesh = meshes.make(axes, "")
+    assert meshes.split_spec(shape, mesh, model) == spec
+    assert jax.sharding.NamedSharding(mesh, spec).shard_shape(shape)  # it divides
+
+
+def test_data_axes_are_all_but_the_model_axis():
+    for axes in ({"dp": 8}, {"replica": 2, "dp": 2, "mp": 2}, {"dp": 1, "mp": 4}):
+        assert meshes.data_axes(meshes.make(axes, "")) == tuple(a for a in axes if a != "mp")
 
 
 @pytest.fixture

@@ -199,7 +199,7 @@ def test_another_run_is_not_overwritten(text, workdir):
     [
         (["--mesh=dp"], r"--mesh=dp: 'dp' is not a new axis name=size"),
         (["--mesh=mp=2"], r"axes mp, but this program splits the batch over dp, or replica and dp"),
-        (["--mesh=dp=4,replica=2"], r"axes dp, replica, but .* write --mesh=dp=8 or --mesh=repl"),
+        (["--mesh=dp=4,replica=2"], r"axes dp, replica, but .* write --mesh=dp=8, --mesh=repl"),
         (["--sharding=zero3"], r"replicated\|zero\|fsdp"),
         (["--n_head=3"], r"d_model = 128 is not divisible by 2 \* n_head = 2 \* 3 = 6"),
         (["--steps=0"], r"--steps=0"),
@@ -317,7 +317,9 @@ def test_the_command_reports(command):
 
     assert "byte-unigram entropy: " in result.stdout
     assert "mesh: dp=8, cpu" in result.stdout
-    assert "batch: 16 = 8 devices * 2 microbatches * 1 sequences of 16 bytes" in result.stdout
+    assert (
+        "batch: 16 = 8 devices along dp * 2 microbatches * 1 sequences of 16 bytes" in result.stdout
+    )
     assert re.search(r"all-reduce.*dp.*f32", result.stdout)
     assert "one cross-device mean: checked" in result.stdout
     assert re.search(

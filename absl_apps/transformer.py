@@ -12,6 +12,7 @@ features and its vocabulary sharded over a model axis, by `specs`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -128,15 +129,17 @@ def apply(params: Params, tokens: ArrayLike, config: Config, layers: Layers = PL
     x = layers.split_sequence(layers.embedding(params["embed"], tokens).astype(dtype))
     angles = _rotary_angles(tokens.shape[1], width)
 
-    @jax.checkpoint
+    # The sums of sharded layers are kept: recomputed, they would communicate again.
+    @functools.partial(
+        jax.checkpoint,
+        policy=jax.checkpoint_policies.save_only_these_names("gradaccum/tensor_parallel"),
+    )
     def layer(x: jax.Array, stored: Params) -> tuple[jax.Array, None]:
         p = jax.tree.map(lambda leaf: leaf.astype(dtype), stored)
         h = _rms_norm(x, layers.copy(p["attention_scale"]))
         h = layers.column_dense(h, p["qkv"], None)
         q, k, v = jnp.moveaxis(h.reshape(*h.shape[:2], -1, 3, width), 3, 0)
-        mixed = jax.nn.dot_product_attention(
-            _rotate(q, angles), _rotate(k, angles), v, is_causal=True
-        )
+        mixed = _attention(_rotate(q, angles), _rotate(k, angles), v)
         x = x + layers.row_dense(mixed.reshape(*h.shape[:2], -1), p["proj"], None)
         h = _rms_norm(x, layers.copy(p["mlp_scale"]))
         h = jax.nn.gelu(layers.column_dense(h, p["up"], None))
@@ -165,6 +168,18 @@ def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
     return normed.astype(x.dtype) * jnp.expand_dims(scale, (0, 1))
+
+
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Mix values `[b, t, heads, width]`, each position's with those before it.
+
+    As `jax.nn.dot_product_attention`, but for its softmax in float32 even of float64.
+    """
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=wide) * q.shape[-1] ** -0.5
+    seen = jnp.expand_dims(jnp.tri(q.shape[1], dtype=bool), (0, 1))
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)).astype(v.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
 def _rotary_angles(length: int, width: int) -> jax.Array:

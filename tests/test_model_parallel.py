@@ -18,7 +18,7 @@ WITHIN = {"float32": 2e-5, "float64": 1e-12}
 
 # Every model on every mesh in float32, and once in float64; modes and k alternate along both.
 GRID = [
-    (model, mesh, dtype, (i + j + wide) % 2 == 1, 2 if (i + j // 2) % 2 else 4)
+    (model, mesh, dtype, (i // 4 if wide else i + j) % 2 == 1, 2 if (i + j // 2) % 2 else 4)
     for (i, model), (j, mesh), (wide, dtype) in itertools.product(
         enumerate(MODELS), enumerate(MESHES), enumerate(WITHIN)
     )

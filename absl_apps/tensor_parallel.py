@@ -76,7 +76,7 @@ def unsharded(model: Model, key: jax.Array, batch: np.ndarray) -> tuple[Any, Any
     This is the reference: no shard_map, no microbatches, none of gradaccum.
     """
     device = jax.devices()[0]
-    params, batch = jax.device_put((jax.jit(model.init)(key), batch), device)
+    params, batch = jax.device_put((model.init(key), batch), device)
     values = jax.jit(jax.value_and_grad(lambda p, x: model.loss(p, x, PLAIN)))(params, batch)
     return jax.device_get((params, values))
 

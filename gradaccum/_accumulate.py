@@ -113,10 +113,12 @@ def accumulate(
       check_vma: as in `jax.shard_map`. False: any loss. What varies over a manual model axis is
         then followed in the traced loss, and refused are: a loss or aux that varies; where it is
         differentiated, a replicated value that enters sharded computation without `copy_to`, and
-        `psum`, `pmean`, `all_gather`, whose transposes would be wrong. (A `copy_to` too many is not
-        noticed, and makes gradients too large.) True: these are right,
-        replicated values need no `copy_to`, and the loss must type-check. Inside an outer
-        `shard_map` that one's holds.
+        `psum`, `pmean`, `all_gather`, whose transposes would be wrong; and a `copy_to` too many, or
+        of what varies. Inside an outer `shard_map` that is known of the axes that `in_specs` names;
+        without, raw collectives alone are found. True: raw collectives are right, replicated values
+        need no `copy_to`, and the loss must type-check; what a type cannot say, such as a
+        `reduce_from` forgotten where another sum follows, is not found. Inside an outer
+        `shard_map` that one's holds. Operators of `tensor_parallel` take model axes alone.
       fused: add gradients in place, inside the backward pass, for parameters that are scanned
         over as a stack of layers. False: by value throughout, same values; `jax.vmap` of its
         gradient, second derivatives, and differentiating through a `lax.scan` that holds it need

@@ -115,7 +115,10 @@ def check_data_collectives(
             f"{API}: {what} and weight_fn is given: a device that skips a microbatch of weight 0 "
             "would leave the others waiting. Drop one of them."
         )
-    return f"{API}: {what}, which runs in every microbatch, {k} times a call. The result is right."
+    return (
+        f"{API}: {what}, which runs in every microbatch, {k} times a call. The result of JAX's own "
+        "collectives is right; operators of gradaccum.tensor_parallel take model axes alone."
+    )
 
 
 def check_weight_collectives(names: Sequence[str], axis_names: Sequence[str]) -> None:
@@ -189,20 +192,23 @@ def check_copies(found: Misuses, axis: str, outer: bool) -> None:
         raise ValueError(
             f"{API}: a value that is the same on all devices of {axis} is used where each has a "
             f"part of its own ({_where(found.missing)}), so each would have a part of its gradient "
-            f"only. Pass it through {copy_to} there, or give {_typed(outer)}."
+            f"only. Pass it through {copy_to} there, or give {_typed(outer)}. (Logits, weights and "
+            f"tables of which each device is to have a part are no such values: split them over "
+            f"{axis} in in_specs, and do not gather logits before cross_entropy.)"
         )
     if found.extra:
         raise ValueError(
-            f"{API}: a value that has been through {copy_to} is used where all devices compute "
-            f"alike ({_where(found.extra)}), so what each adds to its gradient would be counted on "
-            "all of them. Use the value from before copy_to there, and copy_to once on each path, "
-            f"where computation with this device's shards begins; or give {_typed(outer)}."
+            f"{API}: a value that has been through {copy_to}, or all_gather_to, is used where all "
+            f"devices compute alike ({_where(found.extra)}), so what each adds to its gradient "
+            "would be counted on all of them. Use the value from before copy_to there, and copy_to "
+            "once on each path, where computation with this device's shards begins; gather_from "
+            f"where all compute alike after a gather; or give {_typed(outer)}."
         )
     if found.foreign:
         raise ValueError(
             f"{API}: {copy_to}, or scatter_to, is given a value of which each device of {axis} has "
             f"its own ({_where(found.foreign)}), so the gradients of different values would be "
-            f"summed. Leave it out there: it takes what is the same on all devices."
+            "summed. Leave it out there: it takes what is the same on all devices."
         )
 
 

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradaccum
 from gradaccum import audit
+from gradaccum.tensor_parallel import all_gather_to, reduce_from, scatter_to
 
 TREE = 4 * 2 * (D * D + D)  # bytes of the gradient tree
 
@@ -278,3 +279,19 @@ def test_a_data_axis_of_one_device_needs_no_reduction():
     audit.assert_one_reduction(made, axis_name="dp")
     with pytest.raises(AssertionError, match=r"no gradient is reduced over mp=8: of 0 operations"):
         audit.assert_one_reduction(made, axis_name=("dp", "mp"))
+
+
+def test_a_product_of_parameters_and_activations_gathered_over_different_axes():
+    """FSDP over dp beside sequence parallelism over mp: nothing is summed over dp in a product."""
+    mesh = jax.make_mesh((2, 2), ("dp", "mp"), (jax.sharding.AxisType.Auto,) * 2)
+    specs = (P("dp", "mp"), P("dp"))
+
+    @gradaccum.accumulate(microbatches=2, axis_name="dp", mesh=mesh, in_specs=specs)
+    def sharded(w, x):
+        h = scatter_to(x, "mp", 1)
+        h = all_gather_to(h @ jnp.eye(16), "mp", 1)  # computed, as no input of a product counts
+        return reduce_from(jnp.mean(jnp.square(h @ w)), "mp")
+
+    made = compiled(jax.value_and_grad(sharded), jnp.ones((16, 8)), jnp.ones((8, 4, 16)))
+    assert ("all-gather", ("dp",)) in {(row.kind, row.axes) for row in audit.collectives(made)}
+    audit.assert_one_reduction(made, axis_name="dp", mesh=mesh)

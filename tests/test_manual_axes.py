@@ -275,6 +275,32 @@ def test_a_replicated_value_without_copy_to_is_refused(how):
     helpers.assert_close(got, want, within=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("fun", "message"),
+    [
+        (
+            lambda p, batch: loss_fn(p, scaled(p, batch), lambda x: f(f(x)), g),
+            "a value that has been through gradaccum.tensor_parallel.copy_to.*, or all_gather_to, "
+            r"is used where all devices compute alike \(an operator at .*test_manual_axes.py:\d+",
+        ),
+        (
+            lambda p, batch: f(parallel(p, batch)),
+            r".* is used where all devices compute alike \(the loss itself at its end\)",
+        ),
+        (
+            lambda p, batch: parallel({**p, "w": f(p["w"])}, batch),
+            r".*, or scatter_to, is given a value of which each device of mp has its own \(an "
+            r"operator at .*test_manual_axes.py:\d+.*Leave it out there",
+        ),
+    ],
+    ids=["twice", "the loss", "a weight"],
+)
+def test_a_copy_to_too_many_is_refused(fun, message):
+    """Gradients would be too large by the axis's size, or of other weights too."""
+    with pytest.raises(ValueError, match=f"^accumulate: {message}"):
+        jax.grad(decorate(fun))(PARAMS, BATCH)
+
+
 def no_sum(p, batch):
     return loss_fn(p, batch, f)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -224,16 +225,22 @@ class Flow:
         return result
 
     def _contract(self, instruction: Instruction, operands: list[Fact]) -> None:
-        """A product of two gathered operands sums over devices what was gathered.
+        """A product of two operands gathered over the same devices sums over them.
 
         After a few layout changes the text does not say which dimension that is, so every
         contraction counts, unless both operands are inputs of the program (parameters).
         """
         is_outer = instruction.attributes.get("lhs_contracting_dims") == "{}"
         left, right = ({p for p, part in fact.gathered if not part} for fact in operands[:2])
-        computed = not all(self.sites[p].operands[0].given for p in left | right)
-        if left and right and computed and not is_outer:
-            self.local_sums |= left | right
+        met = {
+            path
+            for pair in itertools.product(left, right)
+            if _sites.meet(*(self.sites[p].groups for p in pair))
+            for path in pair
+        }
+        computed = not all(self.sites[p].operands[0].given for p in met)
+        if computed and not is_outer:
+            self.local_sums |= met
 
     def _summed(self, result: Fact, path: Path) -> Fact:
         self.local_sums.add(path)

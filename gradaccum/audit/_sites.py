@@ -222,6 +222,16 @@ def handed_on(site: Site) -> list[Fact]:
     return results
 
 
+def meet(one: Groups, other: Groups) -> bool:
+    """Whether two devices are together in a group of both."""
+    group_of = {device: i for i, group in enumerate(one) for device in set(group)}
+    for group in other:
+        homes = [group_of[device] for device in set(group) if device in group_of]
+        if len(set(homes)) < len(homes):
+            return True
+    return False
+
+
 def exclusive(one: Path, other: Path) -> bool:
     """Whether two places stand in different branches of the same conditional."""
     for here, there in zip(one, other, strict=False):

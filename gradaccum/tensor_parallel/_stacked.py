@@ -21,8 +21,8 @@ def unstack(tree: Any, specs: Any, axis_name: AxisName) -> Any:
     other is replicated: its m copies must be equal, and one is taken.
 
     Args:
-      tree: leaves `[m, *local]`, any dtype, as a sharded module's init leaves them under
-        `jax.vmap(..., axis_name=...)`.
+      tree: leaves `[m, *local]`, any dtype: each device's own, as an init of one shard
+        leaves them under `jax.vmap`. (The operators need a `shard_map`, also in an init.)
       specs: a pytree prefix of tree, of `PartitionSpec`s of the *global* arrays, or None for
         replicated. Axes other than axis_name are ignored.
       axis_name: the mesh axis, or a tuple of them (the first is the slowest; then each spec that

@@ -33,7 +33,7 @@ Compiled for a TPU that need not be here (pip install -e '.[apps,aot-tpu]'):
     python -m absl_apps.tensor_parallel --topology=v5e:2x4 --models=transformer,sequence_parallel
 
 Expected on dp=4,mp=2: one all-reduce of 920,068 bytes over dp, and over mp, in the loop over
-microbatches, 56 all-reduces of the transformer; the sequence-parallel one has 56 all-gathers and 44
+microbatches, 48 all-reduces of the transformer; the sequence-parallel one has 56 all-gathers and 36
 reduce-scatters, and all-reduces of the embedding, the losses and, outside the loop, the norms'
 scales. An all-reduce counts its bytes once, the reduce-scatter and the all-gather it is made of
 count them twice.

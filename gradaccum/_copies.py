@@ -18,7 +18,14 @@ from jax.extend import source_info_util
 
 from gradaccum import _activity
 from gradaccum._activity import OWN_RULE, TRANSPARENT, Flow, Pairs, has_tangent
-from gradaccum._jaxpr import axes_of, collectives_over, is_variable, open_jaxpr, sub_jaxprs
+from gradaccum._jaxpr import (
+    axes_of,
+    collectives_over,
+    equations,
+    is_variable,
+    open_jaxpr,
+    sub_jaxprs,
+)
 from gradaccum._variance import (
     ALWAYS,
     VARYING,
@@ -33,6 +40,8 @@ from gradaccum._variance import (
 _ACTIVE, _SHARED, _COPIED = "active", "shared", "copied"
 # What sums the devices' cotangents, as the rule of an f does.
 _SUMS = ("psum", "psum_invariant", "reduce_scatter")
+# The name scope of the operators of gradaccum.tensor_parallel.
+_OPERATORS = "gradaccum/tensor_parallel"
 
 
 class Entry(NamedTuple):
@@ -61,8 +70,8 @@ def misused_copies(
 ) -> Misuses:
     """Returns where shared values enter computation that varies over an axis, and the other way.
 
-    To be called where the axis is manual: the rules of `custom_vjp` functions are traced, as an f
-    shows only in its backward rule, which communicates. So f's of the user's own are known too.
+    To be called where the axis is manual: rules of `custom_vjp` functions are traced, as an f, the
+    user's own too, shows only in its backward rule.
 
     Args:
       jaxpr: the function, traced in the same place, before differentiation.
@@ -85,6 +94,16 @@ def misused_copies(
     if not found.extra and any(_copied(v, reached) for v in outputs):
         found.extra.append(Entry("the loss itself", "its end"))
     return found
+
+
+def operators_over(jaxpr: Any, axis_names: tuple[str, ...]) -> list[str]:
+    """Returns the sources of tensor-parallel operators that communicate over one of the axes."""
+    return [
+        _source(eqn, "unknown")
+        for eqn in equations(jaxpr)
+        if _OPERATORS in str(eqn.source_info.name_stack)
+        and any(_communicates(eqn, axis) for axis in axis_names)
+    ]
 
 
 class _Rule(NamedTuple):
@@ -204,10 +223,7 @@ def _varying(v: Any, reached: set[Any], live: set[Any]) -> bool:
 
 
 def _source(eqn: Any, call: str) -> str:
-    """Returns the user's line: inside a function of jax.numpy there is none but that of its call.
-
-    In reduce_from it is the caller's.
-    """
+    """Returns the user's line, not ours; inside a function of jax.numpy that of its call."""
     frames = source_info_util.summarize(eqn.source_info, num_frames=4).split("\n")
     frames = [x for x in frames if not x.startswith(os.path.dirname(__file__))]
     return frames[-1] if frames and frames[-1] not in ("", "unknown") else call

@@ -115,10 +115,19 @@ def check_data_collectives(
             f"{API}: {what} and weight_fn is given: a device that skips a microbatch of weight 0 "
             "would leave the others waiting. Drop one of them."
         )
-    return (
-        f"{API}: {what}, which runs in every microbatch, {k} times a call. The result of JAX's own "
-        "collectives is right; operators of gradaccum.tensor_parallel take model axes alone."
-    )
+    return f"{API}: {what}, which runs in every microbatch, {k} times a call. The result is right."
+
+
+def check_operators(sources: Sequence[str], axis_names: Sequence[str]) -> None:
+    """Raises ValueError for operators of `tensor_parallel` that are given a data axis."""
+    if sources:
+        raise ValueError(
+            f"{API}: gradaccum.tensor_parallel is used over the data axis {', '.join(axis_names)} "
+            f"(at {'; '.join(dict.fromkeys(sources))}). Its operators take what all devices of an "
+            "axis share or are given their shards of; of a data axis each has a batch of its own. "
+            "Give them the model axis alone, named in in_specs and not in axis_name; a sum over "
+            "the batches of all devices is jax.lax.psum."
+        )
 
 
 def check_weight_collectives(names: Sequence[str], axis_names: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from gradaccum import _jaxpr, _loss_checks
 from gradaccum._activity import differentiated_collectives
 from gradaccum._arguments import changed, objects
-from gradaccum._copies import misused_copies
+from gradaccum._copies import misused_copies, operators_over
 from gradaccum._layout import Layouts
 from gradaccum._mesh import vary, varying_axes
 from gradaccum._options import Call
@@ -41,6 +41,7 @@ def trace_loss(
     program = jax.make_jaxpr(flat)(*sample)
     data_axes = call.where.axis_names
     _check_model_axes(call, layouts, axes, program)
+    _loss_checks.check_operators(operators_over(program, data_axes), data_axes)
     collectives = _jaxpr.collectives_over(program, data_axes)
     weighted = options.weight_fn is not None
     warning = _loss_checks.check_data_collectives(

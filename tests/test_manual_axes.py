@@ -301,6 +301,21 @@ def test_a_copy_to_too_many_is_refused(fun, message):
         jax.grad(decorate(fun))(PARAMS, BATCH)
 
 
+@pytest.mark.parametrize("check_vma", [False, True], ids=["untyped", "typed"])
+def test_operators_over_a_data_axis_are_refused(check_vma):
+    """Each device's batch is its own: untyped, gradients would be those of one device's loss."""
+
+    def loss(p, batch):
+        return parallel(p, batch) + reduce_from(jnp.mean(batch["x"] * p["b"][None]), "dp")
+
+    message = (
+        r"gradaccum.tensor_parallel is used over the data axis dp \(at .*test_manual_axes.py:\d+"
+        ".*Give them the model axis alone, named in in_specs and not in axis_name; a sum"
+    )
+    with pytest.raises(ValueError, match=f"^accumulate: {message}"):
+        jax.grad(decorate(loss, check_vma=check_vma))(PARAMS, BATCH)
+
+
 def no_sum(p, batch):
     return loss_fn(p, batch, f)
 

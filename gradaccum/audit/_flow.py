@@ -227,8 +227,8 @@ class Flow:
     def _contract(self, instruction: Instruction, operands: list[Fact]) -> None:
         """A product of two operands gathered over the same devices sums over them.
 
-        After a few layout changes the text does not say which dimension that is, so every
-        contraction counts, unless both operands are inputs of the program (parameters).
+        The text seldom says which dimension that is: every contraction counts, unless both
+        operands are inputs of the program (parameters).
         """
         is_outer = instruction.attributes.get("lhs_contracting_dims") == "{}"
         left, right = ({p for p, part in fact.gathered if not part} for fact in operands[:2])

@@ -400,10 +400,22 @@ def test_an_axis_that_is_not_manual_here(operator):
         operator(np.ones(4), "mp")
 
 
-@pytest.mark.parametrize("names", [(), ("mp", "mp"), None], ids=str)
+@pytest.mark.parametrize("names", [(), ("mp", "mp"), None, 0], ids=str)
 def test_no_axis_and_one_axis_twice(names):
     message = message_of(lambda x: copy_to(x, names))
     assert f"copy_to: got axis_name={names!r}, needed" in message
+
+
+@pytest.mark.parametrize("tree", [{"a": Y}, [Y, Y]], ids=["dict", "list"])
+def test_a_tree_is_refused(tree):
+    """A list of arrays of one shape would be stacked."""
+    with pytest.raises(TypeError, match=rf"copy_to: got a {type(tree).__name__}, needed one array"):
+        jit(sharded(lambda: copy_to(tree, "mp"), mesh_of(2), (), P(), False))()
+
+
+def test_a_dimension_that_is_no_int():
+    with pytest.raises(TypeError, match=r"gather_from: got axis=0.0, needed an int"):
+        jit(sharded(lambda x: gather_from(x, "mp", 0.0), mesh_of(2), P(), P(), False))(Y)
 
 
 def test_a_dimension_that_m_does_not_divide():

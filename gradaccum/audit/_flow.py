@@ -238,8 +238,7 @@ class Flow:
             if _sites.meet(*(self.sites[p].groups for p in pair))
             for path in pair
         }
-        computed = not all(self.sites[p].operands[0].given for p in met)
-        if computed and not is_outer:
+        if not is_outer and not all(self.sites[p].operands[0].given for p in met):
             self.local_sums |= met
 
     def _summed(self, result: Fact, path: Path) -> Fact:

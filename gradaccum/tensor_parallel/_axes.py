@@ -14,7 +14,8 @@ from gradaccum._mesh import AxisName, axis_tuple, is_typed, varying_axes
 def check_axes(api: str, axis_name: AxisName) -> tuple[str, ...]:
     """Returns the axes, or raises ValueError unless they are different manual ones."""
     mesh = jax.sharding.get_abstract_mesh()
-    axes = axis_tuple(axis_name)
+    # A number names an axis of a vmap: no device axis.
+    axes = () if isinstance(axis_name, int) else axis_tuple(axis_name)
     # A repeated name would end the process in jax 0.12 (a failed check in XLA).
     if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(mesh.manual_axes):
         manual = ", ".join(f"{a}={mesh.shape[a]}" for a in mesh.manual_axes)
@@ -27,8 +28,12 @@ def check_axes(api: str, axis_name: AxisName) -> tuple[str, ...]:
 
 
 def check_operand(api: str, x: ArrayLike, axis_name: AxisName) -> tuple[jax.Array, tuple[str, ...]]:
-    """Returns an operand as an array, and the axes."""
+    """Returns an operand as an array, and the axes; raises TypeError for a tree of arrays."""
     axes = check_axes(api, axis_name)
+    if isinstance(x, dict | list | tuple):
+        raise TypeError(
+            f"{api}: got a {type(x).__name__}, needed one array; jax.tree.map it over the leaves."
+        )
     return jnp.asarray(x), axes
 
 
@@ -37,6 +42,8 @@ def dimension_of(api: str, x: jax.Array, axis: int, name: str = "axis") -> int:
 
     `name` is the argument's.
     """
+    if not hasattr(axis, "__index__"):
+        raise TypeError(f"{api}: got {name}={axis!r}, needed an int.")
     if not -x.ndim <= operator.index(axis) < x.ndim:
         needed = f"{-x.ndim} <= {name} < {x.ndim}" if x.ndim else "a rank of at least 1"
         raise ValueError(

@@ -132,7 +132,7 @@ def test_an_unknown_trip_count_is_not_taken_for_one():
 
     made = program(step, mesh_of(dp=8))
     message = assert_caught(made, r"runs an unknown number of times a call \(\?\): in a loop")
-    assert message.endswith("total over dp: executions ?, bytes ?")
+    assert message.endswith("total over dp: executions ?, bytes ?, sent by each device ?")
     rows = audit.collectives(made)
     assert {row.executions for row in rows} == {None}
     assert {row.loops for row in rows} == {(None,)}

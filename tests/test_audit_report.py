@@ -9,27 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from audit_fixtures.programs import GRAD, D, arguments, compiled, loss, mesh_of, program, shaped
+from audit_fixtures.programs import (
+    GRAD,
+    D,
+    arguments,
+    compiled,
+    every_kind_program,
+    loss,
+    mesh_of,
+    program,
+    shaped,
+)
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from gradaccum import audit
-
-
-def every_kind(x):
-    """Each kind of collective over dp, 8 rows of D a device."""
-    return (
-        jax.lax.psum(x, "dp"),
-        jax.lax.psum_scatter(x * 2, "dp", tiled=True),
-        jax.lax.all_gather(x * 3, "dp", tiled=True),
-        jax.lax.all_to_all(x * 4, "dp", 0, 0, tiled=True),
-        jax.lax.ppermute(x * 5, "dp", [(i, (i + 1) % 4) for i in range(4)]),
-    )
-
-
-def every_kind_program(mesh):
-    f = jax.shard_map(every_kind, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), check_vma=False)
-    return compiled(f, shaped((32, D), mesh, "dp"))
 
 
 def test_kinds_axes_and_bytes():
@@ -50,7 +44,33 @@ def test_kinds_axes_and_bytes():
         row.op_name.endswith(("psum", "scatter", "gather", "all_to_all", "ppermute"))
         for row in rows
     )
-    assert rows.totals == {"dp": audit.Total(executions=5, bytes=8 * operand)}
+    quarter = operand // 4  # every device keeps its own part; an all-reduce is a scatter and gather
+    assert {row.kind: row.wire_bytes for row in rows} == {
+        "all-reduce": 6 * quarter,
+        "reduce-scatter": 3 * quarter,
+        "all-gather": 12 * quarter,
+        "all-to-all": 3 * quarter,
+        "collective-permute": operand,
+    }
+    assert rows.totals == {"dp": audit.Total(5, bytes=8 * operand, wire_bytes=7 * operand)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "group_size", "size", "sent"),
+    [
+        ("all-reduce", 8, 4, 7),
+        ("all-reduce", 3, 4, 6),  # 5.33
+        ("all-gather", 3, 4, 3),  # 2.67
+        ("all-reduce", 2, 4, 4),
+        ("ragged-all-to-all", 4, 128, 96),
+        ("collective-broadcast", 4, 128, 128),
+        ("send", 4, 128, 128),
+        ("all-reduce", 7, 2**60 + 1, -(-12 * (2**60 + 1) // 7)),  # beyond a float
+    ],
+)
+def test_bytes_sent_are_whole_and_exact(kind, group_size, size, sent):
+    row = audit.Collective(kind, ("dp",), "s8", size, 1, False, "", (), (), group_size, "x")
+    assert row.wire_bytes == sent
 
 
 def test_the_table_is_aligned_and_totals_each_axis():
@@ -79,9 +99,11 @@ def test_the_table_is_aligned_and_totals_each_axis():
     tree = 4 * (2 * (D * D + D) + 1)
     assert re.search(r"^all-reduce +mp +f32 +1 +64 +16 ", first)
     assert re.search(rf"^all-reduce +dp,mp +f32 +5 +{tree:,} +1 ", second)
+    sent = 2 * 7 * tree // 8
     assert lines[4:] == [
-        f"total over dp: executions 1, bytes {tree:,}",
-        f"total over mp: executions 17, bytes {tree + 16 * 64:,}",
+        f"total over dp: executions 1, bytes {tree:,}, sent by each device {sent:,}",
+        f"total over mp: executions 17, bytes {tree + 16 * 64:,}, "
+        f"sent by each device {sent + 16 * 64:,}",
     ]
 
 

@@ -51,7 +51,7 @@ def collectives(fn: Any, *args: Any, mesh: AnyMesh | None = None) -> Report:
       jit_total: 1 collective on 8 devices, mesh dp=8
       kind        axes  dtype  arrays  bytes  executions  branch  op
       all-reduce  dp    f32         1     16           1          jit(total)/...
-      total over dp: executions 1, bytes 16
+      total over dp: executions 1, bytes 16, sent by each device 28
 
     References:
       XLA's operation semantics, https://openxla.org/xla/operation_semantics.

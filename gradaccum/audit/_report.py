@@ -13,6 +13,14 @@ from gradaccum.audit._parse import Module
 from gradaccum.audit._sites import Site, is_between_slices
 
 _OP_NAME_WIDTH = 72
+# How often a ring of g devices passes on (g - 1) / g of the array; any other kind sends all of it.
+_PASSES = {
+    "all-reduce": 2,
+    "reduce-scatter": 1,
+    "all-gather": 1,
+    "all-to-all": 1,
+    "ragged-all-to-all": 1,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +53,8 @@ class Collective:
       ...     kind="all-reduce", axes=("dp",), dtype="f32", bytes=16_384, executions=1_024,
       ...     conditional=False, op_name="", loops=(64, 16), shapes=("f32[64,64]",),
       ...     group_size=8, name="all-reduce.1")
-      >>> row.times
-      '64 x 16 = 1,024'
+      >>> row.times, row.wire_bytes
+      ('64 x 16 = 1,024', 28672)
     """
 
     kind: str
@@ -70,13 +78,37 @@ class Collective:
         factors = " x ".join("?" if trips is None else f"{trips:,}" for trips in self.loops)
         return f"{factors} = {total}"
 
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one device sends in one execution, by the bandwidth-optimal algorithm.
+
+        With g = `group_size`: 2 (g - 1) / g times `bytes` for an all-reduce, which is a scatter
+        and a gather; (g - 1) / g for a reduce-scatter, an all-gather or an all-to-all, as every
+        device keeps its own part; all `bytes` for what is sent as it is (a permute, a broadcast,
+        a send; the text does not tell how the runtime then reduces between slices). Rounded up
+        to whole bytes. Unlike `bytes`, it compares an all-reduce with the exchange and the
+        gather of a quantised mean. A ragged all-to-all is taken for an even one, and compilers
+        may choose another algorithm: it is what the operation needs, not a measurement.
+        """
+        passes = _PASSES.get(self.kind)
+        if passes is None:
+            return self.bytes
+        return -(-passes * (self.group_size - 1) * self.bytes // self.group_size)
+
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """Executions and bytes per call over one axis; None where a trip count is unknown."""
+    """Executions and bytes per call over one axis; None where a trip count is unknown.
+
+    Attributes:
+      executions: operations run.
+      bytes: the sum of `Collective.bytes` over them.
+      wire_bytes: the sum of `Collective.wire_bytes`: what one device sends.
+    """
 
     executions: int | None
     bytes: int | None
+    wire_bytes: int | None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -97,7 +129,7 @@ class Report(Sequence[Collective]):
       >>> rows = jax.ShapeDtypeStruct((16, 4), "float32", sharding=NamedSharding(mesh, P("dp")))
       >>> report = audit.collectives(jax.jit(lambda x: x.sum(0)), rows)
       >>> [row.kind for row in report.over("dp")], report.totals["dp"]
-      (['all-reduce'], Total(executions=1, bytes=16))
+      (['all-reduce'], Total(executions=1, bytes=16, wire_bytes=28))
     """
 
     rows: tuple[Collective, ...]
@@ -137,14 +169,15 @@ class Report(Sequence[Collective]):
 
 
 def _total(rows: Iterable[Collective]) -> Total:
-    executions: int | None = 0
-    size: int | None = 0
-    for row in rows:
-        if row.executions is None or executions is None or size is None:
-            return Total(None, None)
-        executions += row.executions
-        size += row.executions * row.bytes
-    return Total(executions, size)
+    counted = [(row, row.executions) for row in rows]
+    known = [(row, times) for row, times in counted if times is not None]
+    if len(known) < len(counted):
+        return Total(None, None, None)
+    return Total(
+        executions=sum(times for _, times in known),
+        bytes=sum(times * row.bytes for row, times in known),
+        wire_bytes=sum(times * row.wire_bytes for row, times in known),
+    )
 
 
 def axes_text(row: Collective) -> str:
@@ -186,7 +219,8 @@ def _footer(totals: Mapping[str, Total]) -> list[str]:
         return "?" if value is None else f"{value:,}"
 
     return [
-        f"total over {name}: executions {number(total.executions)}, bytes {number(total.bytes)}"
+        f"total over {name}: executions {number(total.executions)}, bytes {number(total.bytes)}, "
+        f"sent by each device {number(total.wire_bytes)}"
         for name, total in totals.items()
     ]
 

@@ -45,3 +45,19 @@ def program(step, mesh, *batch_spec, rows=64, out=None):
     specs = P(), P(*batch_spec)
     f = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out or P(), check_vma=False)
     return compiled(f, *arguments(mesh, *batch_spec, rows=rows))
+
+
+def every_kind(x):
+    """Each kind of collective over dp, 8 rows of D a device."""
+    return (
+        jax.lax.psum(x, "dp"),
+        jax.lax.psum_scatter(x * 2, "dp", tiled=True),
+        jax.lax.all_gather(x * 3, "dp", tiled=True),
+        jax.lax.all_to_all(x * 4, "dp", 0, 0, tiled=True),
+        jax.lax.ppermute(x * 5, "dp", [(i, (i + 1) % 4) for i in range(4)]),
+    )
+
+
+def every_kind_program(mesh):
+    f = jax.shard_map(every_kind, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), check_vma=False)
+    return compiled(f, shaped((32, D), mesh, "dp"))

@@ -8,6 +8,7 @@ makes a ragged batch fit. `gradaccum.audit` shows what a compiled program commun
 """
 
 from gradaccum import audit as audit
+from gradaccum import hooks as hooks
 from gradaccum import tensor_parallel as tensor_parallel
 from gradaccum._accumulate import accumulate as accumulate
 from gradaccum._decorated import Accumulated as Accumulated
@@ -29,6 +30,7 @@ __all__ = [
     "add",
     "all_reduce_mean",
     "audit",
+    "hooks",
     "mean",
     "pad_batch",
     "tensor_parallel",

@@ -81,17 +81,18 @@ class _Reduction:
                 manual,
                 in_specs=([row_spec(where, s) for s in rows], PartitionSpec(where.axis_names)),
                 out_specs=rows,
-                out_types=[self._type(x, a) for x, a in zip(sums, awaited, strict=True)],
+                out_types=[mean_type(x, a, where) for x, a in zip(sums, awaited, strict=True)],
             )
         values = local(sums, weights)
-        return [_cast(v, x, a) for v, x, a in zip(values, sums, awaited, strict=True)]
+        return [cast(v, x, a) for v, x, a in zip(values, sums, awaited, strict=True)]
 
-    def _type(self, x: jax.Array, awaited: Awaited) -> PartitionSpec:
-        """Returns how the mean of the rows `x` lies on Explicit axes."""
-        if awaited.spec is not None:
-            return awaited.spec
-        own = dims_of(jax.typeof(x).sharding.spec)[1:]
-        return spec_of(without(own, self.where.axis_names))
+
+def mean_type(rows: jax.Array, awaited: Awaited, where: DataMesh) -> PartitionSpec:
+    """Returns how the mean of rows lies on Explicit axes."""
+    if awaited.spec is not None:
+        return awaited.spec
+    own = dims_of(jax.typeof(rows).sharding.spec)[1:]
+    return spec_of(without(own, where.axis_names))
 
 
 def is_small(dtype: Any) -> bool:
@@ -99,7 +100,8 @@ def is_small(dtype: Any) -> bool:
     return dtype is not None and float(jnp.finfo(dtype).max) < 1e30  # type: ignore[no-untyped-call]
 
 
-def _cast(value: jax.Array, sums: jax.Array, awaited: Awaited) -> jax.Array:
+def cast(value: jax.Array, sums: jax.Array, awaited: Awaited) -> jax.Array:
+    """Returns a mean in the dtype that it is awaited in."""
     if awaited.dtype is not None:
         return value.astype(awaited.dtype)
     # A mean of integers is none itself; their sum is.

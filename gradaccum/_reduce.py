@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from optax.microbatching import AccumulationType
 
 from gradaccum import _contracts
-from gradaccum._layout import Layout, Layouts
+from gradaccum._layout import Layout, Layouts, Pairs
 from gradaccum._mesh import DataMesh, is_typed, varying_axes
 from gradaccum._microbatch import merge
 from gradaccum._specs import spec_of
@@ -117,9 +117,9 @@ def _scatter(grads: Sequence[Any], layouts: Layouts) -> list[Any]:
     return [g if p is None else p for g, p in zip(grads, parts, strict=True)]
 
 
-def _cut(g: jax.Array, layout: Layout) -> jax.Array:
-    """Takes this device's part of an all-reduced gradient."""
-    for dimension, axis in layout.sliced:
+def cut(g: jax.Array, pairs: Pairs) -> jax.Array:
+    """Takes this device's part of an all-reduced gradient along (dimension, axis) pairs."""
+    for dimension, axis in pairs:
         size = g.shape[dimension] // jax.lax.axis_size(axis)
         start = jax.lax.axis_index(axis) * size
         g = jax.lax.dynamic_slice_in_dim(g, start, size, dimension)
@@ -130,6 +130,27 @@ def _invariant(x: jax.Array, axis_name: str) -> jax.Array:
     """Returns a value that varies over an axis of one device as one that does not."""
     gathered: jax.Array = jax.lax.all_gather(x, axis_name, to="invarying")
     return gathered[0]
+
+
+def _over(operation: Callable[..., Any], x: Any, names: tuple[str, ...], where: DataMesh) -> Any:
+    """Applies a reduction to a tree, over those axes that have several devices.
+
+    Beside an automatic axis XLA fails on one over an axis of one device. There, where values are
+    typed, a gather changes the type and nothing else.
+    """
+    sizes = dict(where.sizes)
+    for a in names if is_typed(where.axis_names) else ():
+        if sizes[a] == 1:
+            x = jax.tree.map(functools.partial(_invariant, axis_name=a), x)
+    names = tuple(a for a in names if sizes[a] > 1)
+    return operation(x, names) if names else x
+
+
+def largest(xs: list[jax.Array], where: DataMesh) -> list[jax.Array]:
+    """Returns the largest of each over the data axes; a NaN counts as an infinity."""
+    xs = [jnp.where(jnp.isnan(x), jnp.inf, x) for x in xs]  # not every backend's max passes it on
+    found: list[jax.Array] = _over(jax.lax.pmax, xs, where.axis_names, where)
+    return found
 
 
 def reduce_sum(
@@ -156,19 +177,7 @@ def reduce_sum(
     """
     if not where.axis_names:
         return sums
-    sizes, typed = dict(where.sizes), is_typed(where.axis_names)
-
-    def psum(x: Any, names: tuple[str, ...]) -> Any:
-        # Beside an automatic axis XLA fails on a psum over an axis of one device. There a gather
-        # changes the type, and nothing else.
-        for a in names if typed else ():
-            if sizes[a] == 1:
-                x = jax.tree.map(functools.partial(_invariant, axis_name=a), x)
-        names = tuple(a for a in names if sizes[a] > 1)
-        if not names:
-            return x
-        return replicated_sum(x, names) if replicated else jax.lax.psum(x, names)
-
+    psum = functools.partial(_over, replicated_sum if replicated else jax.lax.psum, where=where)
     with jax.named_scope("gradaccum/mean"):
         wire = [
             None if g is None else g.astype(narrow(g.dtype, dtype))
@@ -180,20 +189,18 @@ def reduce_sum(
         def over(names: tuple[str, ...]) -> list[Any]:
             return [g if a == names else None for g, a in zip(parts, summed, strict=True)]
 
-        total: Sums = psum(sums._replace(grads=over(where.axis_names)), where.axis_names)
+        total: Sums = psum(sums._replace(grads=over(where.axis_names)), names=where.axis_names)
         summed_over = {
-            names: psum(over(names), names)
+            names: psum(over(names), names=names)
             for names in dict.fromkeys(summed)
             if names != where.axis_names
         }
         summed_over[where.axis_names] = total.grads
         grads = [summed_over[names][i] for i, names in enumerate(summed)]
-        grads = [
-            None if g is None else _cut(g, layout)
-            for g, layout in zip(grads, layouts.leaves, strict=True)
-        ]
+        leaf = zip(grads, layouts.leaves, strict=True)
+        grads = [None if g is None else cut(g, layout.sliced) for g, layout in leaf]
         _contracts.check_reduced(total._replace(grads=[]), sums._replace(grads=[]))
-        _contracts.check_parts(grads, wire, layouts.leaves, sizes)
+        _contracts.check_parts(grads, wire, layouts.leaves, dict(where.sizes))
         grads = jax.tree.map(lambda g, own: g.astype(own.dtype), grads, sums.grads)
     return total._replace(grads=grads)
 
@@ -221,18 +228,19 @@ def mean_of_rows(
     scaled = [
         g if s == 1 else g * jnp.asarray(s, g.dtype) for g, s in zip(rows, scales, strict=True)
     ]
-    own = Sums(None, list(weights), [], scaled)
-    total = reduce_sum(own, where, layouts, reduce_dtypes)
+    total = reduce_sum(Sums(None, list(weights), [], scaled), where, layouts, reduce_dtypes)
+    return [
+        g if i is None else quotient(g, total.weight[i], s)
+        for g, i, s in zip(total.grads, which, scales, strict=True)
+    ]
 
-    def mean(g: jax.Array, i: int | None, scale: float) -> jax.Array:
-        if i is None:
-            return g
-        wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))  # a weight may overflow float16
-        empty = total.weight[i] == 0
-        divisor = jnp.where(empty, 1, total.weight[i]) * scale
-        return jnp.where(empty, 0, wide / divisor.astype(wide.dtype))
 
-    return [mean(g, i, s) for g, i, s in zip(total.grads, which, scales, strict=True)]
+def quotient(x: jax.Array, weight: jax.Array, scale: float = 1.0) -> jax.Array:
+    """Returns a sum over its weight times `scale`, in float32 at least; 0 where that is 0."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # a weight may overflow float16
+    empty = weight == 0
+    divisor = jnp.where(empty, 1, weight) * scale
+    return jnp.where(empty, 0, wide / divisor.astype(wide.dtype))
 
 
 def any_device(flag: jax.Array, where: DataMesh, *, split: bool) -> jax.Array:

@@ -23,6 +23,7 @@ class MultiStepsState(NamedTuple):
       weight: what `acc_grads` is to be divided by, float32: the number of calls `[]`; or
         for each leaf `[n]`, the sum of its `Unreduced.weight`.
       updated: bool `[]`, whether the last call made a step.
+      comm_state: the state of `comm_hook`, `()` without one; what is dropped leaves it as it was.
 
     `init`, jitted or not, lays `acc_grads` and `weight` out. Where you do (`out_shardings`), put
     the data axes before the parameter's own spec: with that alone, every device would hold all
@@ -36,6 +37,18 @@ class MultiStepsState(NamedTuple):
     skip_state: Any
     weight: Any
     updated: jax.Array
+    comm_state: Any = ()
+
+
+class Residual(NamedTuple):
+    """What each data device has its own of, in the state of a communication hook.
+
+    Attributes:
+      rows: a tree of arrays `[r, *shape]`, one row a device along the axes that are compressed,
+        in units of the mean; None for what has none. All else in a state is the same everywhere.
+    """
+
+    rows: Any
 
 
 def has_rows(state: Any) -> bool:

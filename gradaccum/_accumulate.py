@@ -14,6 +14,7 @@ from optax.microbatching import AccumulationType
 from gradaccum import _checks
 from gradaccum._arguments import Selection
 from gradaccum._decorated import Accumulated
+from gradaccum._hook_registry import as_hooks, check_comm_hook
 from gradaccum._mesh import UNSET, AxisName, Unset, check_axes
 from gradaccum._options import Options
 from gradaccum._specs import Specs
@@ -41,6 +42,9 @@ def accumulate(
     fused: bool = True,
     overlap: bool = False,
     unroll: int = 1,
+    hook: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+    post_accumulate_hook: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+    comm_hook: Any = None,
 ) -> Any:
     """Run a loss function in microbatches, with exactly one cross-device mean of its gradients.
 
@@ -126,6 +130,12 @@ def accumulate(
       overlap: peel the last microbatch out of the loop, so that the compiler can reduce a
         gradient while the rest of that backward pass computes. Twice the program, same values.
       unroll: microbatches per iteration of the loop, as in `jax.lax.scan`.
+      hook: `fn(grads, *, index) -> grads`, or a sequence of such: on each microbatch's own mean
+        gradient, before its weight, as `Accumulated.register_hook` says. Fused accumulation is off.
+      post_accumulate_hook: `fn(grads) -> grads`, or a sequence of such: once a call, on this
+        device's weighted mean (`Accumulated.register_post_accumulate_hook`).
+      comm_hook: a communication hook of `gradaccum.hooks`, which replaces the cross-device mean
+        (`Accumulated.register_comm_hook`).
 
     Returns:
       An `Accumulated`: the loss function, with `.value_and_grad` beside it. The caller's cotangent
@@ -196,6 +206,9 @@ def accumulate(
         fused=fused,
         overlap=overlap,
         unroll=_checks.check_count("unroll", unroll, "microbatches per iteration"),
+        hooks=as_hooks("hook", hook),
+        post_accumulate_hooks=as_hooks("post_accumulate_hook", post_accumulate_hook),
+        comm_hook=check_comm_hook(comm_hook),
     )
 
     def decorate(fun: Callable[..., Any]) -> Accumulated:

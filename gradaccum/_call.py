@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from optax.microbatching import AccumulationType
 
-from gradaccum import _checks, _contracts, _loop, _loss_checks, _reduce, _trace
+from gradaccum import _checks, _contracts, _gradient_hooks, _loop, _loss_checks, _reduce, _trace
 from gradaccum._arguments import (
     Role,
     is_key,
@@ -124,10 +124,28 @@ def accumulate(
         fused=options.fused,
         overlap=options.overlap,
         unroll=options.unroll,
+        hook=_hooks(call, layouts, "hook", options.hooks),
     )
     device = jax.lax.axis_index(where.axis_names) if where.axis_names else 0
     sums, own = _loop.accumulate(loop, leaves, device * k, typed)
+    after = _hooks(call, layouts, "post_accumulate_hook", options.post_accumulate_hooks)
+    if after is not None:
+        total = 1.0 if options.loss_reduction == "sum" else float(k)
+        weight = total if sums.weight is None else sums.weight
+        shared = {i: g for i, g in enumerate(sums.grads) if g is not None}
+        hooked = _gradient_hooks.on_mean(after, shared, weight * scale)
+        sums = sums._replace(grads=[hooked.get(i) for i in range(len(arrays))])
     return OneDevice(sums, own, tree, tuple(types), [x.dtype for x in program.out_avals])
+
+
+def _hooks(
+    call: Call, layouts: Layouts, kind: str, hooks: tuple[Callable[..., Any], ...]
+) -> _gradient_hooks.Chain | None:
+    """Returns the hooks of a differentiated call as one function, or None without any."""
+    if not hooks or call.differentiated is None:
+        return None
+    fun, axes = call.options.fun, call.where.axis_names
+    return _gradient_hooks.Chain(kind, hooks, call.form, fun, axes, layouts.splits)
 
 
 def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
@@ -143,6 +161,8 @@ def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -
     replicated = where.manual and not is_typed(where.axis_names) and not options.fused
     one = accumulate(call, layouts, arrays, scale=1 / count if mean else 1.0, replicated=replicated)
     found.append(one.aux_tree)
+    if options.comm_hook is not None and call.differentiated is not None:
+        raise NotImplementedError(f"{_checks.API}: comm_hook.")
     total = _reduce.reduce_sum(
         one.sums, where, layouts, [options.reduce_dtype] * len(arrays), replicated=replicated
     )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from gradaccum import _call, _checks
 from gradaccum._arguments import Arguments, flatten_call
+from gradaccum._hook_registry import HookHandle, Registry
 from gradaccum._mesh import data_mesh
 from gradaccum._options import Call, Options
 
@@ -24,8 +25,9 @@ class Accumulated:
     """
 
     def __init__(self, options: Options):
-        self._options = options
         functools.update_wrapper(self, options.fun)
+        self._options = options  # as decorated: calls take the registry's
+        self._registry = Registry(options)
 
     def __repr__(self) -> str:
         fun = self._options.fun
@@ -36,7 +38,7 @@ class Accumulated:
         return self if instance is None else Method(self, instance)
 
     def _prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Call, list[Any]]:
-        options = self._options
+        options = self._registry.use()
         where = data_mesh(_checks.API, options.axis_name, options.mesh)
         form, arrays = flatten_call(args, kwargs, options.batch, options.keys)
         return Call(options, form, where), arrays
@@ -108,6 +110,18 @@ class Accumulated:
 
         return fun
 
+    def register_hook(self, fn: Callable[..., Any]) -> HookHandle:
+        """Register a function of each microbatch's own gradient."""
+        return self._registry.add("hook", fn)
+
+    def register_post_accumulate_hook(self, fn: Callable[..., Any]) -> HookHandle:
+        """Register a function of this device's accumulated mean gradient, once a call."""
+        return self._registry.add("post_accumulate_hook", fn)
+
+    def register_comm_hook(self, hook: Any) -> HookHandle:
+        """Register a communication hook, which replaces the cross-device mean."""
+        return self._registry.add("comm_hook", hook)
+
 
 @dataclasses.dataclass(frozen=True)
 class Method:
@@ -128,6 +142,18 @@ class Method:
     ) -> tuple[Call, list[Any], Callable[[Sequence[Any]], Any]]:
         """As `Accumulated.prepare_gradients`."""
         return self.function.prepare_gradients(_shifted(argnums), (self.instance, *args), kwargs)
+
+    def register_hook(self, fn: Callable[..., Any]) -> HookHandle:
+        """As `Accumulated.register_hook`; the function is that of all instances."""
+        return self.function.register_hook(fn)
+
+    def register_post_accumulate_hook(self, fn: Callable[..., Any]) -> HookHandle:
+        """As `Accumulated.register_post_accumulate_hook`, for all instances."""
+        return self.function.register_post_accumulate_hook(fn)
+
+    def register_comm_hook(self, hook: Any) -> HookHandle:
+        """As `Accumulated.register_comm_hook`, for all instances."""
+        return self.function.register_comm_hook(hook)
 
 
 def _shifted(argnums: int | Sequence[int]) -> int | tuple[int, ...]:

@@ -34,6 +34,8 @@ class Loop:
       fused: allow accumulation inside the backward pass.
       overlap: peel the last microbatch out of the loop.
       unroll: as in `jax.lax.scan`.
+      hook: gradients of broadcast leaves by their index, and the microbatch's global index -> what
+        is accumulated in their place.
     """
 
     loss: Any
@@ -47,6 +49,7 @@ class Loop:
     fused: bool
     overlap: bool
     unroll: int
+    hook: Callable[[dict[int, jax.Array], jax.Array], dict[int, jax.Array]] | None = None
 
     @property
     def loss_dtype(self) -> Any:
@@ -66,14 +69,15 @@ class Loop:
         """Whether weight and scale can be the cotangent itself, not a factor afterwards.
 
         Not if the loss's dtype would round them, nor where any of the loss is in float16, which
-        would over- or underflow.
+        would over- or underflow, nor where a hook is to see the gradient without them.
         """
-        exact = self.loss_dtype == self.scalar_dtype
+        exact = self.loss_dtype == self.scalar_dtype and self.hook is None
         return bool(exact and not _jaxpr.computes_in(self.loss, jnp.float16))
 
     def in_place(self) -> list[int]:
         """Returns the leaves whose cotangents may be added in place, inside the backward pass."""
-        if not self.fused or (self.weight is not None and not self.seeds_exactly):
+        weighted = self.weight is not None and not self.seeds_exactly
+        if not self.fused or self.hook is not None or weighted:
             return []
         by_value = [
             i
@@ -89,7 +93,7 @@ class _NotInPlaceError(Exception):
     """The backward pass cannot add into these refs."""
 
 
-def _as_function(program: Any) -> Callable[..., list[Any]]:
+def as_function(program: Any) -> Callable[..., list[Any]]:
     """Returns a jaxpr as a function of arrays to arrays; a constant output may be a literal."""
     fun = jex_core.jaxpr_as_fun(program)
 
@@ -101,13 +105,13 @@ def _as_function(program: Any) -> Callable[..., list[Any]]:
 
 
 def _evaluate(
-    loop: Loop, targets: Sequence[Any], weight: jax.Array, arrays: Sequence[Any]
+    loop: Loop, targets: Sequence[Any], index: Any, weight: jax.Array, arrays: Sequence[Any]
 ) -> tuple[Any, list[Any], list[Any]]:
     """Returns loss, aux leaves and, for the wanted leaves, scale * w * gradient.
 
-    A target is a ref to add the gradient into, or None for its value.
+    A target is a ref to add the gradient into, or None for its value. `index` is the hook's.
     """
-    fun = _as_function(loop.loss)
+    fun = as_function(loop.loss)
 
     def of_wanted(values: list[Any]) -> tuple[Any, list[Any]]:
         merged = list(arrays)
@@ -135,19 +139,22 @@ def _evaluate(
         raise
     grads = [None if t is not None else g for t, g in zip(targets, grads, strict=True)]
     if not loop.seeds_exactly:
-        grads = [
-            None if g is None else g.astype(loop.dtypes[i]) * factor.astype(loop.dtypes[i])
-            for i, g in zip(loop.wanted, grads, strict=True)
-        ]
+        by_leaf = dict(zip(loop.wanted, grads, strict=True))
+        own = {i: g.astype(loop.dtypes[i]) for i, g in by_leaf.items() if g is not None}
+        if loop.hook is not None:
+            shared = {i: g for i, g in own.items() if loop.roles[i] is Role.BROADCAST}
+            own |= loop.hook(shared, index)
+        scaled = {i: g * factor.astype(g.dtype) for i, g in own.items()}
+        grads = [scaled.get(i) for i in loop.wanted]
     return loss, aux, grads
 
 
 def _contribution(
-    loop: Loop, targets: Sequence[Any], weight: jax.Array, arrays: Sequence[Any]
+    loop: Loop, targets: Sequence[Any], index: Any, weight: jax.Array, arrays: Sequence[Any]
 ) -> tuple[Sums, Rows]:
     """Returns what one microbatch adds to the sums, and its own rows."""
     _contracts.check_scalars(loop.loss.out_avals[0], weight)
-    loss, aux, grads = _evaluate(loop, targets, weight, arrays)
+    loss, aux, grads = _evaluate(loop, targets, index, weight, arrays)
     loss = loss.astype(loop.scalar_dtype)
     counted = None if loop.weight is None else weight
     sums = Sums(loss * weight, counted, [None] * len(aux), [None] * len(arrays))
@@ -169,7 +176,7 @@ def _contribution(
 
 
 class _Traced(NamedTuple):
-    """One microbatch's contribution as a program of (refs, weight, arrays)."""
+    """One microbatch's contribution as a program of (refs, index, weight, arrays)."""
 
     program: Any
     form: Any  # the structure of (Sums, Rows), with their avals
@@ -177,28 +184,31 @@ class _Traced(NamedTuple):
     refs: list[Any]
 
 
-def _trace(loop: Loop, in_place: list[int], weight: Any, arrays: Sequence[Any]) -> _Traced:
+def _trace(
+    loop: Loop, in_place: list[int], index: Any, weight: Any, arrays: Sequence[Any]
+) -> _Traced:
     refs = [jax.new_ref(_zeros(loop.loss.in_avals[i])) for i in in_place]
 
-    def contribution(refs: list[Any], weight: Any, arrays: list[Any]) -> tuple[Sums, Rows]:
+    def contribution(refs: list[Any], *rest: Any) -> tuple[Sums, Rows]:
         targets = dict(zip(in_place, refs, strict=True))
-        return _contribution(loop, [targets.get(i) for i in loop.wanted], weight, arrays)
+        return _contribution(loop, [targets.get(i) for i in loop.wanted], *rest)
 
-    traced, form = jax.make_jaxpr(contribution, return_shape=True)(refs, weight, list(arrays))
+    given = (refs, index, weight, list(arrays))
+    traced, form = jax.make_jaxpr(contribution, return_shape=True)(*given)
     return _Traced(traced, form, in_place, refs)
 
 
-def _trace_safely(loop: Loop, weight: Any, arrays: Sequence[Any]) -> _Traced:
+def _trace_safely(loop: Loop, index: Any, weight: Any, arrays: Sequence[Any]) -> _Traced:
     """Traces with refs where they are right; if the trace shows otherwise, by value throughout."""
     in_place = loop.in_place()
     if in_place:
         try:
-            traced = _trace(loop, in_place, weight, arrays)
+            traced = _trace(loop, in_place, index, weight, arrays)
             if not _jaxpr.has_aliased_ref(traced.program):
                 return traced
         except _NotInPlaceError:
             pass
-    return _trace(loop, [], weight, arrays)
+    return _trace(loop, [], index, weight, arrays)
 
 
 def _zeros(aval: Any) -> jax.Array:
@@ -233,13 +243,16 @@ def accumulate(
     def weigh(arrays: list[Any]) -> jax.Array:
         if loop.weight is None:
             return vary(jnp.ones((), loop.scalar_dtype), axes)
-        (weight,) = _as_function(loop.weight)(*arrays)
+        (weight,) = as_function(loop.weight)(*arrays)
         return vary(weight.astype(loop.scalar_dtype), axes)
+
+    def numbered(index: Any) -> Any:
+        return None if loop.hook is None else vary(first_index + index, axes)
 
     batch = [x for x, b in zip(leaves, is_batch, strict=True) if b]
     sample = microbatch(0, [x[0] for x in batch])
-    traced = _trace_safely(loop, weigh(sample), sample)
-    run = _as_function(traced.program)
+    traced = _trace_safely(loop, numbered(jnp.int32(0)), weigh(sample), sample)
+    run = as_function(traced.program)
     form = jax.tree.structure(traced.form)
 
     def step(sums: Sums, x: tuple[Any, list[Any]]) -> tuple[Sums, Rows]:
@@ -247,7 +260,7 @@ def accumulate(
         weight = weigh(arrays)
 
         def taken(sums: Sums) -> tuple[Sums, Rows]:
-            flat = run(*jax.tree.leaves((traced.refs, weight, arrays)))
+            flat = run(*jax.tree.leaves((traced.refs, numbered(x[0]), weight, arrays)))
             more, rows = jax.tree.unflatten(form, flat)
             return jax.tree.map(jnp.add, sums, more), rows
 

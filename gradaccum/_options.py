@@ -38,6 +38,9 @@ class Options:
     fused: bool
     overlap: bool
     unroll: int
+    hooks: tuple[Callable[..., Any], ...] = ()
+    post_accumulate_hooks: tuple[Callable[..., Any], ...] = ()
+    comm_hook: Any = None  # a frozen dataclass, or None
 
     def accumulator_of(self, dtype: Any) -> Any:
         """Returns the dtype that gradients of this dtype are accumulated in."""

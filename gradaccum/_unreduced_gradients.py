@@ -47,10 +47,10 @@ def unreduced_value_and_grad(
         whose options then hold.
       argnums: the positional argument or arguments to differentiate. Not batch ones: their
         gradient belongs to one device and has no mean.
-      **options: those of `gradaccum.accumulate`; `microbatches` here is 1 if not given: the batch
-        of a call is one microbatch a device (an `accumulator_dtype` holds sums over examples:
-        float16 overflows early). `in_specs`, `grad_specs` and `reduce_dtype` say how
-        the mean, once it is taken, is reduced and laid out.
+      **options: those of `gradaccum.accumulate`, except `comm_hook`; `microbatches` here is 1 if
+        not given: the batch of a call is one microbatch a device (an `accumulator_dtype` holds sums
+        over examples: float16 overflows early). `in_specs`, `grad_specs` and `reduce_dtype` say how
+        the mean, once it is taken, is reduced and laid out. Hooks change the rows, loss excepted.
 
     Returns:
       A function of the loss's own arguments, to `(loss, grads)`, or `((loss, aux), grads)` with
@@ -58,8 +58,8 @@ def unreduced_value_and_grad(
       `Unreduced`, `[n, *shape]`, in the accumulator's dtype. Jit it together with the update.
 
     Raises:
-      ValueError: the gradient of a batch argument is asked for; else as `gradaccum.accumulate`, in
-        its words, before anything is computed.
+      ValueError: the gradient of a batch argument is asked for; a `comm_hook` is given; else as
+        `gradaccum.accumulate`, in its words, before anything is computed.
       TypeError: options beside a loss that is decorated already; else as `gradaccum.accumulate`.
 
     Cost:
@@ -81,6 +81,7 @@ def unreduced_value_and_grad(
         decorated = loss_fn
     else:
         _checks.check_function(loss_fn)
+        _check_no_comm_hook(options.get("comm_hook"))
         decorated = accumulate(loss_fn, **{"microbatches": 1, **options})
     if options and decorated is loss_fn:
         raise TypeError(
@@ -91,6 +92,7 @@ def unreduced_value_and_grad(
     @functools.wraps(loss_fn)
     def fun(*args: Any, **kwargs: Any) -> Any:
         call, arrays, pick = decorated.prepare_gradients(argnums, args, kwargs)
+        _check_no_comm_hook(call.options.comm_hook)
         wanted = call.differentiated or (False,) * len(arrays)
         leaf = zip(call.form.paths(call.options.fun), call.form.roles, wanted, strict=True)
         batch = [path for path, role, w in leaf if w and role is Role.BATCH]
@@ -99,6 +101,16 @@ def unreduced_value_and_grad(
         return ((loss, aux) if call.options.has_aux else loss), pick(grads)
 
     return fun
+
+
+def _check_no_comm_hook(hook: Any) -> None:
+    """Raises ValueError for a communication hook where no mean is taken."""
+    if hook is not None:
+        raise ValueError(
+            f"unreduced_value_and_grad: comm_hook is {hook!r}, which replaces the cross-device "
+            "mean; here none is taken. Give it to what takes the mean: gradaccum.MultiSteps or "
+            "gradaccum.all_reduce_mean."
+        )
 
 
 @jax.tree_util.register_static

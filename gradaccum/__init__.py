@@ -11,10 +11,10 @@ from gradaccum import audit as audit
 from gradaccum import hooks as hooks
 from gradaccum import tensor_parallel as tensor_parallel
 from gradaccum._accumulate import accumulate as accumulate
+from gradaccum._all_reduce_mean import all_reduce_mean as all_reduce_mean
 from gradaccum._decorated import Accumulated as Accumulated
 from gradaccum._microbatch import pad_batch as pad_batch
 from gradaccum._multisteps import MultiSteps as MultiSteps
-from gradaccum._multisteps import all_reduce_mean as all_reduce_mean
 from gradaccum._state import MultiStepsState as MultiStepsState
 from gradaccum._unreduced import Unreduced as Unreduced
 from gradaccum._unreduced import add as add

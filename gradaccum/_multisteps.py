@@ -1,4 +1,4 @@
-"""The optax transformations: `MultiSteps`, which accumulates over calls, and `all_reduce_mean`."""
+"""`MultiSteps`: the optax transformation that accumulates over calls."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from gradaccum import _checks
-from gradaccum._given import read
-from gradaccum._means import means
+from gradaccum._all_reduce_mean import checked_axes
 from gradaccum._mesh import AxisName, check_axes
 from gradaccum._rows import resize
 from gradaccum._state import MultiStepsState
 from gradaccum._window import API, Window, schedule_of
-from gradaccum._window_checks import check_arguments
+from gradaccum._window_checks import check_arguments, check_comm_hook
 
 
 class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -74,6 +73,8 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
       axis_name: the data axis or axes of the mesh.
       mesh: the mesh, if it is not that of `jax.set_mesh`. Where neither is given, `init` and
         `flush` take it from the parameters, if those are concrete and lie on it.
+      comm_hook: takes the mean in place of the all-reduce, once a window, as
+        `gradaccum.hooks.powersgd()`; its state is the field `comm_state`. Needs `axis_name`.
 
     Raises:
       ValueError: k < 1; gradients of another structure or shape than the parameters; no mesh.
@@ -123,8 +124,10 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
         *,
         axis_name: AxisName | None = None,
         mesh: Mesh | AbstractMesh | None = None,
+        comm_hook: Any = None,
     ) -> MultiSteps:
-        axis_name = _checked_axes(API, axis_name, mesh)
+        axis_name = checked_axes(API, axis_name, mesh)
+        check_comm_hook(comm_hook, axis_name)
         check_arguments(opt, use_grad_mean)
         window = Window(
             opt=optax.with_extra_args_support(opt),
@@ -134,6 +137,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
             accumulator_dtype=_checks.check_dtype("accumulator_dtype", accumulator_dtype, API),
             axis_name=axis_name,
             mesh=mesh,
+            comm_hook=comm_hook,
         )
         self: MultiSteps = super().__new__(cls, window.init, window.update)
         return self
@@ -225,7 +229,9 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
         """
         if self._window.axis_name is not None:
             check_axes(f"{API}.resize", self._window.axis_name, mesh)
-        return resize(state, self._window.axis_name, mesh)
+        hook = self._window.comm_hook
+        compressed = getattr(hook, "axis_name", None) or self._window.axis_name
+        return resize(state, self._window.axis_name, mesh, compressed)
 
 
 # As a pytree, which JAX takes every named tuple for, it is its two functions. Not made of them by
@@ -235,64 +241,3 @@ jax.tree_util.register_pytree_node(
     lambda tx: (tuple(tx), None),
     lambda _, functions: tuple.__new__(MultiSteps, functions),
 )
-
-
-def all_reduce_mean(
-    axis_name: AxisName, *, mesh: Mesh | AbstractMesh | None = None
-) -> optax.GradientTransformation:
-    """Take the mean of unreduced gradients: a chain element, once in every call.
-
-    `optax.chain(all_reduce_mean("dp"), adamw(...))` with `gradaccum.unreduced_value_and_grad` is
-    data parallelism with one reduction a call, where the microbatches are all in that call.
-
-    Args:
-      axis_name: the data axis or axes of the mesh.
-      mesh: the mesh, if it is not that of `jax.set_mesh` and the gradients were not given one.
-
-    Returns:
-      A transformation of `Unreduced` gradients to their mean; or, inside a `jax.shard_map` over
-      these axes, of this device's gradients. Its state is empty.
-
-    Raises:
-      TypeError: gradients that are neither; one that something has computed with.
-      ValueError: axis_name is None; no mesh, or another number of devices on it.
-
-    Cost:
-      One reduction a call, of each gradient byte once (scattered where `grad_specs` said so), and 4
-      bytes of each different weight.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optax, gradaccum
-      >>> mesh = jax.make_mesh((8,), ("dp",))
-      >>> grad_fn = gradaccum.unreduced_value_and_grad(
-      ...     lambda w, x: jnp.mean(x * w), axis_name="dp", mesh=mesh, microbatches=2)
-      >>> tx = optax.chain(gradaccum.all_reduce_mean("dp"), optax.sgd(1.0))
-      >>> loss, grads = grad_fn(1.0, jnp.arange(16.0))
-      >>> updates, state = tx.update(grads, tx.init(1.0))
-      >>> float(updates)
-      -7.5
-    """
-    api = "all_reduce_mean"
-    if axis_name is None:
-        raise ValueError(f"{api}: axis_name is None; name the data axis or axes of the mesh.")
-    axes = _checked_axes(api, axis_name, mesh)
-
-    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> Any:
-        del params
-        given = read(api, updates, axes, mesh)
-        assert given.where is not None  # as `axes` is not
-        if not given.sums:
-            return updates, state
-        grads = means(given.sums, given.weights, given.awaited, given.where)
-        return given.tree.unflatten(grads), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-def _checked_axes(api: str, axis_name: Any, mesh: Mesh | AbstractMesh | None) -> AxisName | None:
-    _checks.check_axis_name(axis_name, api)
-    if mesh is not None:
-        _checks.check_mesh(mesh, api)
-        check_axes(api, axis_name, mesh)
-    axes: AxisName | None = tuple(axis_name) if isinstance(axis_name, list) else axis_name
-    return axes

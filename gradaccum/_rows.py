@@ -20,7 +20,7 @@ from gradaccum._mesh import (
 )
 from gradaccum._shard import data_region, explicit_as_auto, row_spec
 from gradaccum._specs import Dims, dims_of, only, spec_of, without
-from gradaccum._state import MultiStepsState, has_rows
+from gradaccum._state import MultiStepsState, Residual, has_rows
 
 
 def settle(tree: Any, mesh: Mesh | None) -> Any:
@@ -98,19 +98,32 @@ def _zero_rows(
 _jitted_zero_rows = jax.jit(_zero_rows, static_argnums=(0, 1))
 
 
-def resize(tree: Any, axis_name: AxisName | None, mesh: Mesh | AbstractMesh) -> Any:
+def resize(
+    tree: Any,
+    axis_name: AxisName | None,
+    mesh: Mesh | AbstractMesh,
+    compressed: AxisName | None = None,
+) -> Any:
     """Moves a tree to a mesh: its states of `MultiSteps` to as many rows as that has.
 
     Args:
       tree: arrays, or shapes, and states.
       axis_name: the data axes of those that have rows.
       mesh: the mesh; abstract: for shapes on the mesh that the arrays lie on.
+      compressed: the axes of residuals' rows; None: the data axes.
     """
     axes = axis_tuple(axis_name)
     rows = math.prod(mesh.shape[a] for a in axes)
 
     def is_state(x: Any) -> bool:
-        return isinstance(x, MultiStepsState)
+        return isinstance(x, MultiStepsState | Residual)
+
+    def moved_residual(x: Any) -> Any:
+        along = axes if compressed is None else axis_tuple(compressed)
+        count = math.prod(mesh.shape[a] for a in along)
+        sums = _moved(x, (count, *x.shape[1:]), along, mesh)
+        # A mean's, not a sum's: equally weighted rows have the same mean as before.
+        return sums if isinstance(sums, jax.ShapeDtypeStruct) else sums * (count / x.shape[0])
 
     def moved(x: Any) -> Any:
         return _moved(x, jnp.shape(x), None, mesh)
@@ -119,6 +132,8 @@ def resize(tree: Any, axis_name: AxisName | None, mesh: Mesh | AbstractMesh) -> 
         return _moved(x, (rows, *x.shape[1:]), axes, mesh)
 
     def node(x: Any) -> Any:
+        if isinstance(x, Residual):
+            return Residual(jax.tree.map(moved_residual, x.rows))
         if not is_state(x):
             return moved(x)
         row = moved_row if has_rows(x) else moved

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from gradaccum import _contracts
+from gradaccum import _comm, _contracts
 from gradaccum._given import read
 from gradaccum._means import Awaited, is_small, means
 from gradaccum._mesh import AxisName, DataMesh, find_mesh, mesh_of
@@ -63,6 +63,7 @@ class Window:
     accumulator_dtype: Any
     axis_name: AxisName | None
     mesh: Mesh | AbstractMesh | None
+    comm_hook: Any = None
 
     def init(self, params: Any) -> MultiStepsState:
         step = jnp.zeros((), jnp.int32)
@@ -78,6 +79,11 @@ class Window:
             where = find_mesh(API, self.axis_name, self.mesh, leaves)
             acc, weights = zero_rows(leaves, dtypes, where)
             weight = tree.unflatten(weights)
+        comm_state: Any = ()
+        if self.comm_hook is not None and self.axis_name is not None:
+            comm_state = _comm.init_state(
+                self.comm_hook, leaves, tree, dtypes, self.axis_name, where
+            )
         skip_state: Any = ()
         if self.should_skip is not None:
             none = optax.tree.zeros_like(params)
@@ -91,6 +97,7 @@ class Window:
             skip_state=skip_state,
             weight=weight,
             updated=jnp.zeros((), bool),
+            comm_state=comm_state,
         )
         settled: MultiStepsState = settle(own_buffers(state, params), mesh_of(acc))
         return settled
@@ -178,7 +185,7 @@ class Window:
 
         def taken(state: MultiStepsState, sums: Any, weight: Any) -> tuple[Any, Any, jax.Array]:
             extra_rows = list(rows.values())
-            grads, reduced = self._mean(sums, weight, state.mini_step, awaited, where, extra_rows)
+            grads, reduced, comm_state = self._mean(sums, weight, state, awaited, where, extra_rows)
             opened = state._replace(mini_step=jnp.zeros((), jnp.int32))
 
             def apply(grads: Any, state: MultiStepsState) -> tuple[Any, MultiStepsState]:
@@ -189,6 +196,7 @@ class Window:
                     gradient_step=optax.safe_increment(state.gradient_step),
                     inner_opt_state=jax.tree.map(as_before, inner, state.inner_opt_state),
                     updated=jnp.ones((), bool),
+                    comm_state=comm_state,
                 )
 
             closed = jnp.ones((), bool)
@@ -216,12 +224,16 @@ class Window:
         self,
         total: Any,
         weight: Any,
-        calls: jax.Array,
+        state: MultiStepsState,
         awaited: Sequence[Awaited],
         where: DataMesh | None,
         extras: Sequence[Unreduced],
-    ) -> tuple[Any, list[jax.Array]]:
-        """Returns the window's gradient and the means of `extras`: the one reduction, of rows."""
+    ) -> tuple[Any, list[jax.Array], Any]:
+        """Returns the window's gradient, the means of `extras` and the state of the hook.
+
+        This is the one reduction, of rows.
+        """
+        calls, comm_state = state.mini_step, state.comm_state
         tree: Any
         sums, tree = jax.tree.flatten(total)
         if where is None:
@@ -230,20 +242,23 @@ class Window:
                 (x / divisor.astype(x.dtype)).astype(a.dtype)
                 for x, a in zip(sums, awaited, strict=True)
             ]
-            return tree.unflatten(values), []
+            return tree.unflatten(values), [], comm_state
         weights = jax.tree.leaves(weight)
         if any(is_small(a.reduce_dtype) for a in awaited):  # `Awaited.scale` is of one call
             sums, weights = ([x / calls.astype(x.dtype) for x in xs] for xs in (sums, weights))
         if not self.use_grad_mean:  # the mean, as many times as there were calls
             weights = [w / calls.astype(w.dtype) for w in weights]
+        grads: list[jax.Array] = []
+        if self.comm_hook is not None:
+            given = _comm.unreduced_of(tree, sums, weights, awaited, self.axis_name, where)
+            mean, comm_state = _comm.call(API, self.comm_hook, given, comm_state)
+            grads, sums, weights, awaited = jax.tree.leaves(mean), [], [], []
         count = len(sums)
         sums = [*sums, *(x.sum for x in extras)]
-        if not sums:
-            return tree.unflatten([]), []
         weights = [*weights, *(x.weight for x in extras)]
         ways = [*awaited, *(x.awaited for x in extras)]
-        values = means(sums, weights, ways, where)
-        return tree.unflatten(values[:count]), values[count:]
+        values = means(sums, weights, ways, where) if sums else []
+        return tree.unflatten([*grads, *values[:count]]), values[count:], comm_state
 
     def _steps(self, gradient_step: jax.Array) -> Any:
         """Returns k, checked where it is known."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradaccum._comm import check_hook
 from gradaccum._mesh import DataMesh, varying_axes
 from gradaccum._state import has_rows
 from gradaccum._unreduced_checks import check_no_rows, check_rows, check_untouched, kind_of
@@ -27,6 +28,18 @@ def check_arguments(opt: Any, use_grad_mean: Any) -> None:
         raise TypeError(
             f"MultiSteps: use_grad_mean is {use_grad_mean!r}; it must be a bool. (Data axes go by "
             "name: axis_name=...)"
+        )
+
+
+def check_comm_hook(hook: Any, axis_name: Any) -> None:
+    """Raises TypeError for no communication hook, ValueError where no data axis is named."""
+    if hook is None:
+        return
+    check_hook("MultiSteps", hook)
+    if axis_name is None:
+        raise ValueError(
+            f"MultiSteps: comm_hook={hook!r} without axis_name: plain gradients are averaged "
+            "already. Give the data axes, and Unreduced gradients."
         )
 
 

@@ -59,6 +59,8 @@ def _zeros(x: Unreduced, rows: int, axes: tuple[str, ...], where: DataMesh) -> j
     named = placed if isinstance(placed, NamedSharding) else None
     own = dims_of(jax.typeof(x.sum).sharding.spec if named is None else named.spec)[1:]
     dims = merged(without(own, where.axis_names), residual_dims(layout, axes, where.axis_names))
+    while dims and not dims[-1]:  # as a region's results are typed: a step is traced once
+        dims = dims[:-1]
     shape = (rows, *x.sum.shape[1:])
     if named is not None:
         return jnp.zeros(shape, dtype, device=NamedSharding(named.mesh, spec_of([axes, *dims])))

@@ -70,7 +70,14 @@ def all_reduce_mean(
             return updates, state
         if comm_hook is not None:
             rows = _comm.unreduced_of(
-                given.tree, given.sums, given.weights, given.awaited, axes, given.where
+                api,
+                comm_hook,
+                given.tree,
+                given.sums,
+                given.weights,
+                given.awaited,
+                axes,
+                given.where,
             )
             return _comm.call(api, comm_hook, rows, state)
         grads = means(given.sums, given.weights, given.awaited, given.where)
@@ -83,7 +90,7 @@ def all_reduce_mean(
         leaves = [jnp.asarray(x) for x in leaves]
         where = find_mesh(api, axes, mesh, leaves)
         dtypes = [accumulator_of(x.dtype, None) for x in leaves]
-        state = _comm.init_state(comm_hook, leaves, tree, dtypes, axes, where)
+        state = _comm.init_state(api, comm_hook, leaves, tree, dtypes, axes, where)
         return settle(state, mesh_of(leaves, axes))
 
     return optax.GradientTransformation(init, update)

@@ -11,13 +11,23 @@ import jax
 import jax.numpy as jnp
 from optax.microbatching import AccumulationType
 
-from gradaccum import _checks, _contracts, _gradient_hooks, _loop, _loss_checks, _reduce, _trace
+from gradaccum import (
+    _checks,
+    _comm,
+    _contracts,
+    _gradient_hooks,
+    _loop,
+    _loss_checks,
+    _reduce,
+    _trace,
+)
 from gradaccum._arguments import (
     Role,
     is_key,
     positional_parameters,
 )
 from gradaccum._layout import Layout, Layouts, lay_out, moved_gradients
+from gradaccum._means import Awaited
 from gradaccum._mesh import UNSET, DataMesh, is_typed, vary, varying_axes
 from gradaccum._microbatch import split
 from gradaccum._options import Call
@@ -159,12 +169,15 @@ def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -
     count = options.microbatches * where.size
     mean = options.loss_reduction == "mean" and options.weight_fn is None
     replicated = where.manual and not is_typed(where.axis_names) and not options.fused
+    hooked = options.comm_hook is not None and any(call.differentiated or ())
     one = accumulate(call, layouts, arrays, scale=1 / count if mean else 1.0, replicated=replicated)
     found.append(one.aux_tree)
-    if options.comm_hook is not None and call.differentiated is not None:
-        raise NotImplementedError(f"{_checks.API}: comm_hook.")
+    sums, means = one.sums, [None] * len(arrays)
+    if hooked:
+        means = _hooked_means(call, layouts, sums)
+        sums = sums._replace(grads=[None] * len(arrays))
     total = _reduce.reduce_sum(
-        one.sums, where, layouts, [options.reduce_dtype] * len(arrays), replicated=replicated
+        sums, where, layouts, [options.reduce_dtype] * len(arrays), replicated=replicated
     )
     total, own = _reduce.normalise(
         total,
@@ -173,7 +186,10 @@ def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -
         loss_reduction=options.loss_reduction,
         count=count,
     )
-    grads = [a if b is None else b for a, b in zip(total.grads, own.grads, strict=True)]
+    grads = [
+        next((x for x in xs if x is not None), None)
+        for xs in zip(total.grads, own.grads, means, strict=True)
+    ]
     return {
         "shared": {
             "loss": total.loss.astype(one.dtypes[0]),
@@ -185,6 +201,34 @@ def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -
             for g, x, layout in zip(grads, arrays, layouts.leaves, strict=True)
         ],
     }
+
+
+def _hooked_means(call: Call, layouts: Layouts, sums: _reduce.Sums) -> list[Any]:
+    """Returns each array leaf's mean as the communication hook takes it; None without one.
+
+    The hook is given this device's mean, of weight 1, or its sum with its weight.
+    """
+    options, where = call.options, call.where
+    leaves = {i: g for i, g in enumerate(sums.grads) if g is not None}
+    order, tree = jax.tree.flatten(
+        _gradient_hooks.tree_of(call.form, options.fun, {i: i for i in leaves})
+    )
+    # Sums were scaled by 1 / (k n), those of a sum-reduced loss not at all.
+    weight = jnp.float32(1 / where.size) if sums.weight is None else sums.weight
+    awaited = [
+        Awaited(
+            dtype=leaves[i].dtype,
+            layout=layouts.leaves[i],
+            manual=layouts.manual,
+            automatic=layouts.automatic,
+        )
+        for i in order
+    ]
+    means = _comm.mean_of_sums(
+        _checks.API, options.comm_hook, tree, [leaves[i] for i in order], weight, awaited, where
+    )
+    found = dict(zip(order, means, strict=True))
+    return [found.get(i) for i in range(len(sums.grads))]
 
 
 def _like(g: Any, x: jax.Array, where: DataMesh, layout: Layout) -> Any:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from gradaccum._layout import Layout
 from gradaccum._means import Awaited, cast
-from gradaccum._mesh import AxisName, DataMesh
+from gradaccum._mesh import AxisName, DataMesh, axis_name_of, is_typed, vary
 from gradaccum._rows import zero_rows
 from gradaccum._specs import axes_in, dims_of, only
 from gradaccum._state import as_before, strong
@@ -41,6 +41,8 @@ def check_hook(api: str, hook: Any) -> None:
 
 
 def unreduced_of(
+    api: str,
+    hook: Any,
     tree: Any,
     sums: Sequence[jax.Array],
     weights: Sequence[jax.Array],
@@ -49,6 +51,12 @@ def unreduced_of(
     where: DataMesh,
 ) -> Any:
     """Returns the tree of `Unreduced` that a hook is given, of rows `[n, *shape]`, or one's own."""
+    narrow = sorted({str(jnp.dtype(a.reduce_dtype)) for a in awaited if a.reduce_dtype is not None})
+    if narrow:
+        raise ValueError(
+            f"{api}: reduce_dtype={', '.join(narrow)} of the gradients beside comm_hook "
+            f"{type(hook).__name__}: the hook says what travels. Leave one of them out."
+        )
     guard = new_guard(sums[0].shape[0]) if sums else None
     return tree.unflatten(
         [
@@ -59,9 +67,9 @@ def unreduced_of(
 
 
 def _on(awaited: Awaited, where: DataMesh) -> Awaited:
-    """Returns how a mean is taken, on the mesh that is known here; the hook says in what dtype."""
+    """Returns how a mean is taken, on the mesh that is known here."""
     mesh = where.mesh if awaited.mesh is None else awaited.mesh
-    return dataclasses.replace(awaited, reduce_dtype=None, scale=1.0, mesh=mesh)
+    return dataclasses.replace(awaited, scale=1.0, mesh=mesh)
 
 
 def awaited_of(params: Sequence[jax.Array], where: DataMesh) -> list[Awaited]:
@@ -82,6 +90,7 @@ def awaited_of(params: Sequence[jax.Array], where: DataMesh) -> list[Awaited]:
 
 
 def init_state(
+    api: str,
     hook: Any,
     params: Sequence[jax.Array],
     tree: Any,
@@ -95,7 +104,7 @@ def init_state(
     """
     rows, weights = zero_rows(params, dtypes, where)
     shared = weights[:1] * len(rows)  # as gradients of one call share theirs
-    given = unreduced_of(tree, rows, shared, awaited_of(params, where), axis_name, where)
+    given = unreduced_of(api, hook, tree, rows, shared, awaited_of(params, where), axis_name, where)
     return jax.tree.map(strong, hook.init(given))
 
 
@@ -151,6 +160,47 @@ def call(api: str, hook: Any, given: Any, state: Any) -> tuple[Any, Any]:
         cast(jnp.asarray(m), x.sum, x.awaited) for (_, m), (_, x) in zip(got, keyed, strict=True)
     ]
     return tree.unflatten(values), jax.tree.map(as_before, after, state)
+
+
+def mean_of_sums(
+    api: str,
+    hook: Any,
+    structure: Any,
+    sums: Sequence[jax.Array],
+    weight: jax.Array,
+    awaited: Sequence[Awaited],
+    where: DataMesh,
+) -> list[jax.Array]:
+    """Returns the means that a hook without a state takes of one device's sums, in its region.
+
+    Args:
+      api: what raises.
+      hook: the hook.
+      structure: the tree that it sees.
+      sums: `[*shape]` each.
+      weight: float32 `[]`, theirs.
+      awaited: how each mean is taken.
+      where: the data axes.
+
+    Raises:
+      ValueError: the hook has a state, which a loss function has no place for; and as `call`.
+    """
+    typed = where.axis_names if is_typed(where.axis_names) else ()
+    weights = [vary(weight.astype(jnp.float32)[None], typed)] * len(sums)
+    rows = [vary(x[None], typed) for x in sums]
+    axis_name = axis_name_of(where.axis_names)
+    given = unreduced_of(api, hook, structure, rows, weights, awaited, axis_name, where)
+    state = hook.init(given)
+    if jax.tree.leaves(state):
+        raise ValueError(
+            f"{api}: comm_hook {hook!r} has a state of {len(jax.tree.leaves(state))} arrays, which a "
+            "loss function has no place for. Give it to the optimizer: gradaccum.MultiSteps("
+            "..., comm_hook=...) or gradaccum.all_reduce_mean(..., comm_hook=...), with gradients "
+            "from gradaccum.unreduced_value_and_grad. (bf16_compress, fp16_compress and "
+            "int8_quantize without error feedback have none.)"
+        )
+    mean, _ = call(api, hook, given, state)
+    return jax.tree.leaves(mean)
 
 
 def _mean_shape(x: Unreduced) -> tuple[int, ...]:

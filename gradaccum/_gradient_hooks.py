@@ -39,20 +39,6 @@ class Chain:
     data_axes: tuple[str, ...]
     splits: tuple[tuple[str, tuple[bool, ...]], ...]
 
-    def _tree(self, leaves: Mapping[int, Any]) -> Any:
-        """Returns the arguments that have some of these array leaves, None for all others."""
-        owners = self.form.owners()
-        arrays = iter(range(len(owners)))
-        parts = iter([leaves.get(next(arrays)) if s is None else None for s in self.form.static])
-        trees = [
-            jax.tree.unflatten(t, [next(parts) for _ in range(t.num_leaves)])
-            for t in self.form.trees
-        ]
-        places = self.form.positions(self.fun)
-        order = sorted(range(len(trees)), key=lambda a: (places[a] is None, places[a] or 0))
-        some = [trees[a] for a in order if a in {owners[i] for i in leaves}]
-        return some[0] if len(some) == 1 else tuple(some)
-
     def __call__(self, grads: Mapping[int, jax.Array], index: Any = None) -> dict[int, jax.Array]:
         """Returns what the hooks make of gradients, in the same dtypes.
 
@@ -62,7 +48,7 @@ class Chain:
         """
         if not grads:
             return {}
-        order, structure = jax.tree.flatten(self._tree({i: i for i in grads}))
+        order, structure = jax.tree.flatten(tree_of(self.form, self.fun, {i: i for i in grads}))
         keywords = {} if index is None else {"index": index}
 
         def chain(values: Sequence[Any], keywords: dict[str, Any]) -> list[Any]:
@@ -136,6 +122,21 @@ class Chain:
                 "this device's shards of others. A norm of all shards is "
                 f"gradaccum.tensor_parallel.global_norm(grads, specs, {axis!r})."
             )
+
+
+def tree_of(form: Arguments, fun: Callable[..., Any], leaves: Mapping[int, Any]) -> Any:
+    """Returns what hooks see: the arguments that have some of these array leaves, in their order.
+
+    One argument's tree is by itself, several are a tuple; None stands for all other leaves.
+    """
+    owners = form.owners()
+    arrays = iter(range(len(owners)))
+    parts = iter([leaves.get(next(arrays)) if s is None else None for s in form.static])
+    trees = [jax.tree.unflatten(t, [next(parts) for _ in range(t.num_leaves)]) for t in form.trees]
+    places = form.positions(fun)
+    order = sorted(range(len(trees)), key=lambda a: (places[a] is None, places[a] or 0))
+    some = [trees[a] for a in order if a in {owners[i] for i in leaves}]
+    return some[0] if len(some) == 1 else tuple(some)
 
 
 def _paths(tree: Any) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class Window:
         comm_state: Any = ()
         if self.comm_hook is not None and self.axis_name is not None:
             comm_state = _comm.init_state(
-                self.comm_hook, leaves, tree, dtypes, self.axis_name, where
+                API, self.comm_hook, leaves, tree, dtypes, self.axis_name, where
             )
         skip_state: Any = ()
         if self.should_skip is not None:
@@ -250,7 +250,9 @@ class Window:
             weights = [w / calls.astype(w.dtype) for w in weights]
         grads: list[jax.Array] = []
         if self.comm_hook is not None:
-            given = _comm.unreduced_of(tree, sums, weights, awaited, self.axis_name, where)
+            given = _comm.unreduced_of(
+                API, self.comm_hook, tree, sums, weights, awaited, self.axis_name, where
+            )
             mean, comm_state = _comm.call(API, self.comm_hook, given, comm_state)
             grads, sums, weights, awaited = jax.tree.leaves(mean), [], [], []
         count = len(sums)

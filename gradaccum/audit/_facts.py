@@ -193,6 +193,8 @@ def combine(opcode: str, operands: list[Fact], size: int, identity: Hashable) ->
         ),
         origin=origin,
         given=given,
-        placed=len(sources) == 1 and sources[0].placed and (keeps_order or opcode == "transpose"),
+        placed=len(sources) == 1
+        and sources[0].placed
+        and (keeps_order or opcode in ("transpose", "pad")),
         pieces=sources[0].pieces if keeps_order and len(sources) == 1 else (),
     )

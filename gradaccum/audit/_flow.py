@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from gradaccum.audit import _facts, _sites
 from gradaccum.audit._facts import Fact, Label, Path, Value
@@ -40,6 +40,7 @@ class Flow:
       chains: pairs (earlier, later): a reduction was given the result of an earlier one.
       sums: pairs of reductions whose results are added to each other.
       local_sums: gathers and all-to-alls whose pieces are then summed on each device.
+      made_of: identity of computed bytes -> those that they were computed of, element by element.
     """
 
     def __init__(self, module: Module):
@@ -48,6 +49,7 @@ class Flow:
         self.chains: set[tuple[Label, Label]] = set()
         self.sums: set[tuple[Label, Label]] = set()
         self.local_sums: set[Path] = set()
+        self.made_of: dict[Hashable, frozenset[Hashable]] = {}
         self._fusions: dict[tuple[Path, str, str], Path] = {}
         self._sent: dict[str, list[Fact]] = {}
         parameters = [i for i in module.entry.instructions if i.opcode == "parameter"]
@@ -175,7 +177,7 @@ class Flow:
         if opcode in _facts.MOVING:
             part = (shape, instruction.attributes.get("slice", identity))
             moved = operands[:1] if shape.size > 1 else operands
-            return _facts.combine(opcode, moved, shape.size, part)
+            return self._combine(opcode, moved, shape.size, part)
         if opcode == "dynamic-update-slice":
             result = _facts.combine(opcode, operands[:2], shape.size, identity)
             base, where = operands[0], operands[2:]
@@ -183,23 +185,21 @@ class Flow:
             return dataclasses.replace(result, placed=placed)
         if opcode == "concatenate" or opcode in _facts.ELEMENTWISE:
             used = operands[1:] if opcode == "select" else operands
-            result = _facts.combine(opcode, used, shape.size, identity)
+            result = self._combine(opcode, used, shape.size, identity)
             if opcode in ("add", "subtract") and shape.size > 1:
                 return self._add(operands, result)
             return result
-        if opcode == "reduce" and self._adds(instruction):
+        if opcode == "reduce" and _sites.adds(instruction, self.module):
             return self._sum(operands, shape.size, identity)
         if opcode in ("dot", "convolution"):  # the TPU compiler writes dots as convolutions
             self._contract(instruction, operands)
         return _facts.fresh(shape, identity)
 
-    def _adds(self, instruction: Instruction) -> bool:
-        """Whether a reduction's computation adds, and is not a maximum or a logical one."""
-        return any(
-            inner.opcode == "add"
-            for computation in self._called(instruction, "to_apply")
-            for inner in computation.instructions
-        )
+    def _combine(self, opcode: str, operands: list[Fact], size: int, identity: Hashable) -> Fact:
+        result = _facts.combine(opcode, operands, size, identity)
+        sources = frozenset().union(*(fact.origin for fact in operands))
+        self.made_of.update(dict.fromkeys(result.origin - sources, sources))
+        return result
 
     def _add(self, operands: list[Fact], result: Fact) -> Fact:
         """Note results of two reductions that meet, and pieces of one gather that do."""
@@ -207,12 +207,8 @@ class Flow:
         for one in left.reduced - right.reduced:
             for other in right.reduced - left.reduced:
                 self.sums.add((min(one, other), max(one, other)))
-        pieces = {path for path, part in left.gathered & right.gathered if part}
-        for path in pieces:
-            site = self.sites[path]
-            whole = sum(array.size for array in site.arrays)
-            whole *= site.group_size if site.gathers else 1
-            if result.size * site.group_size == whole:
+        for path in {path for path, part in left.gathered & right.gathered if part}:
+            if self.sites[path].has_piece(result.size):
                 result = self._summed(result, path)
         return result
 
@@ -243,6 +239,9 @@ class Flow:
 
     def _summed(self, result: Fact, path: Path) -> Fact:
         self.local_sums.add(path)
+        if self.sites[path].exchanges:  # then it is a reduction, made by hand
+            given = self.sites[path].operands
+            self.chains |= {(label, (path, 0)) for fact in given for label in fact.reduced}
         return dataclasses.replace(
             result,
             reduced=result.reduced | {(path, 0)},
@@ -266,7 +265,7 @@ class Flow:
         if all(len(set(group)) <= 1 for group in groups):
             return given[0] if len(given) == 1 else tuple(given)
         key = self._key(kind, instruction, at)
-        adds = kind == "send" or self._adds(instruction)
+        adds = kind == "send" or _sites.adds(instruction, self.module)
         site = _sites.at(
             key, kind, instruction, groups, given, arrays, at.loops, at.conditional, adds
         )

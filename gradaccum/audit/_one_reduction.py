@@ -130,6 +130,25 @@ class Check:
                     f"the same bytes are reduced twice over {axes}: operand {i} of "
                     f"{self.name(one)} is operand {j} of {self.name(other)}, up to scaling"
                 )
+        yield from self._exchanged_too()
+
+    def _exchanged_too(self) -> Iterator[str]:
+        """Arrays that are exchanged in a quantised form, and reduced as they are as well."""
+        labels = self.reductions()
+        for key in dict.fromkeys(key for key, _ in labels if self.sites[key].exchanges):
+            todo = [origin for fact in self.sites[key].operands for origin in fact.origin]
+            made_of = set(todo)
+            while todo:
+                new = self.flow.made_of.get(todo.pop(), frozenset()) - made_of
+                made_of |= new
+                todo += new
+            for other, i in labels:
+                whole = self.sites[other].operands[i].origin & made_of
+                if whole and not self.sites[other].exchanges and (axes := self.shared(key, other)):
+                    yield (
+                        f"the same bytes are reduced twice over {axes}: {self.name(key)} exchanges "
+                        f"what was computed of operand {i} of {self.name(other)}"
+                    )
 
     def _partly(self) -> Iterator[str]:
         """Gradients that some device of a data axis never sees, even along a chain."""

@@ -86,6 +86,16 @@ class Site:
         """Whether every device gets a piece of the operand of each of its group."""
         return "all-to-all" in self.kind or self.transfer == "ALL_TO_ALL"
 
+    def has_piece(self, size: int) -> bool:
+        """Whether an array of this size is what one device gave to this gather or exchange.
+
+        Less than half of an exchange may be something else: the scales of quantised numbers.
+        """
+        whole = sum(array.size for array in self.arrays)
+        whole *= self.group_size if self.gathers else 1
+        least = whole // 2 + 1 if self.exchanges else whole
+        return least <= size * self.group_size <= whole
+
 
 def widths(kind: str, given: Sequence[Fact]) -> list[int]:
     """How many arrays each operand of the text consists of."""
@@ -112,6 +122,16 @@ def at(
         parts += [Array(array.dtype, (p.size,)) for p in pieces] if width > 1 else [array]
     return Site(
         key, kind, instruction, groups, tuple(operands), tuple(parts), loops, conditional, adds
+    )
+
+
+def adds(instruction: Instruction, module: Module) -> bool:
+    """Whether a reduction's computation adds, and is not a maximum or a logical one."""
+    return any(
+        inner.opcode == "add"
+        for name in instruction.called("to_apply")
+        if name in module.computations
+        for inner in module.computations[name].instructions
     )
 
 

@@ -1,0 +1,211 @@
+"""Blocks of int8 that share a scale, and the chunks in which devices exchange them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradaccum._layout import Pairs
+
+LARGEST = 127  # -128 is not used: the range is symmetric
+SCALE_BYTES = 4
+# XLA makes an all-reduce, with twice the bytes, of a TPU's all-gather of other sizes.
+_ALIGNED = 1024
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+class Quantised(NamedTuple):
+    """Blocks in int8: an entry is value times scale.
+
+    Attributes:
+      values: int8 `[..., blocks, block]`.
+      scales: float32 `[..., blocks]`: NaN of a block that held one, or an infinity; 0 of zeros.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+
+
+def quantise(x: jax.Array, uniform: jax.Array | None = None) -> Quantised:
+    """Rounds blocks `[..., blocks, block]` to steps of largest / 127, each its own.
+
+    Args:
+      x: float32 or wider.
+      uniform: random numbers in [0, 1), as many: entries are rounded up with a probability that
+        makes them right on average. None: to the nearest, off by half a step at most.
+    """
+    finite = jnp.all(jnp.isfinite(x), axis=-1)
+    scale = (jnp.max(jnp.abs(x), axis=-1) / LARGEST).astype(jnp.float32)
+    # Subnormal ones have few bits, or are 0 to this backend, which no number may be divided by.
+    usable = finite & (scale >= _TINY)
+    steps = x / jnp.where(usable, scale, 1)[..., None].astype(x.dtype)
+    steps = jnp.round(steps) if uniform is None else jnp.floor(steps + uniform)
+    # NaN has no int8: there the scale alone tells.
+    steps = jnp.where(usable[..., None], jnp.clip(steps, -LARGEST, LARGEST), 0)
+    scale = jnp.where(usable, scale, jnp.where(finite, 0, jnp.nan))
+    return Quantised(steps.astype(jnp.int8), scale.astype(jnp.float32))
+
+
+def dequantise(q: Quantised, dtype: Any) -> jax.Array:
+    """Returns `[..., blocks, block]` in a float dtype."""
+    return q.values.astype(dtype) * q.scales[..., None].astype(dtype)
+
+
+def pack(parts: Sequence[Quantised]) -> jax.Array:
+    """Lays blocks and scales end to end: int8 `[..., bytes]`, so that one operation moves all.
+
+    Zeros are added to a multiple of 1024 bytes, where that is few.
+    """
+    ends = []
+    for q in parts:
+        lead = q.scales.shape[:-1]
+        scales = jax.lax.bitcast_convert_type(q.scales, jnp.int8)
+        ends += [q.values.reshape(*lead, -1), scales.reshape(*lead, -1)]
+    size = sum(x.shape[-1] for x in ends)
+    padding = -size % _ALIGNED if size >= 16 * _ALIGNED else 0
+    return jnp.concatenate([*ends, jnp.zeros((*lead, padding), jnp.int8)], axis=-1)
+
+
+def unpack(wire: jax.Array, sizes: Sequence[tuple[int, int]]) -> list[Quantised]:
+    """Returns what was packed, given each part's `(blocks, block)`."""
+    parts, start, lead = [], 0, wire.shape[:-1]
+    for blocks, block in sizes:
+        middle = start + blocks * block
+        end = middle + blocks * SCALE_BYTES
+        scales = wire[..., middle:end].reshape(*lead, blocks, SCALE_BYTES)
+        parts.append(
+            Quantised(
+                wire[..., start:middle].reshape(*lead, blocks, block),
+                jax.lax.bitcast_convert_type(scales, jnp.float32),
+            )
+        )
+        start = end
+    return parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """How a leaf is cut into one chunk a device, `[r, blocks, block]`: that which it sums.
+
+    A device's chunk is the part of the leaf that its mean is scattered to, if it is; of the rest,
+    which all devices are to have, an equal share of the flat array. It is padded by less than
+    `blocks` zeros, as blocks are as even as they can be.
+
+    Attributes:
+      shape: of the leaf.
+      axes: the mesh axes and their sizes, the major one first; r is their product.
+      scattered: the (dimension, axis) pairs that the mean is scattered along, the major axis of a
+        dimension first.
+      block_size: of a block, at most.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[tuple[str, int], ...]
+    scattered: Pairs
+    block_size: int
+
+    @property
+    def count(self) -> int:
+        """r, the devices."""
+        return math.prod(n for _, n in self.axes)
+
+    @property
+    def rest(self) -> tuple[str, ...]:
+        """The axes along which all devices are to have the mean."""
+        return tuple(a for a, _ in self.axes if a not in self._split)
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """The shape of the mean on one device."""
+        shape, sizes = list(self.shape), dict(self.axes)
+        for dimension, a in self.scattered:
+            shape[dimension] //= sizes[a]
+        return tuple(shape)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """The blocks of a chunk, and the entries of a block."""
+        chunk = -(-math.prod(self.part) // self._shares)
+        blocks = -(-chunk // self.block_size)
+        return blocks, -(-chunk // max(blocks, 1))
+
+    @property
+    def wire_bytes(self) -> int:
+        """The bytes of all chunks, scales included."""
+        blocks, block = self.size
+        return self.count * blocks * (block + SCALE_BYTES)
+
+    @property
+    def _split(self) -> tuple[str, ...]:
+        return tuple(a for _, a in self.scattered)
+
+    @property
+    def _shares(self) -> int:
+        return math.prod(n for a, n in self.axes if a not in self._split)
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """Returns the chunks of a leaf `[*shape]`: `[r, blocks, block]`."""
+        parts = x.reshape(self._cut_shape).transpose(self._cuts_first)
+        parts = parts.reshape(-1, math.prod(self.part))
+        blocks, block = self.size
+        padding = self._shares * blocks * block - parts.shape[1]
+        parts = jnp.pad(parts, ((0, 0), (0, padding)))
+        return (
+            parts.reshape(*self._by_cuts, blocks, block)
+            .transpose(self._to_axes)
+            .reshape(self.count, blocks, block)
+        )
+
+    def leaf(self, chunks: jax.Array) -> jax.Array:
+        """Returns the leaf of chunks `[r, blocks, block]`: what `split` does, undone."""
+        in_axes = chunks.reshape(*(n for _, n in self.axes), *self.size)
+        parts = in_axes.transpose(_inverse(self._to_axes))
+        parts = parts.reshape(self.count // self._shares, -1)[:, : math.prod(self.part)]
+        cut_shape = [self._cut_shape[i] for i in self._cuts_first]
+        return parts.reshape(cut_shape).transpose(_inverse(self._cuts_first)).reshape(self.shape)
+
+    def mean_part(self, shares: jax.Array) -> jax.Array:
+        """Returns this device's part `[*part]` of shares `[r / scattered, blocks, block]`."""
+        return shares.reshape(-1)[: math.prod(self.part)].reshape(self.part)
+
+    @property
+    def _cut_shape(self) -> tuple[int, ...]:
+        """The leaf's shape, each cut dimension as its devices and what is left."""
+        sizes, shape = dict(self.axes), []
+        for dimension, size in enumerate(self.part):
+            shape += [sizes[a] for d, a in self.scattered if d == dimension]
+            shape.append(size)
+        return tuple(shape)
+
+    @property
+    def _cuts_first(self) -> tuple[int, ...]:
+        """The permutation of `_cut_shape` that puts devices first, in the order of `scattered`."""
+        places: dict[str | int, int] = {}
+        for dimension in range(len(self.shape)):
+            for a in (a for d, a in self.scattered if d == dimension):
+                places[a] = len(places)
+            places[dimension] = len(places)
+        return tuple(places[k] for k in (*self._split, *range(len(self.shape))))
+
+    @property
+    def _by_cuts(self) -> tuple[int, ...]:
+        """The sizes of the axes, those that cut first."""
+        sizes = dict(self.axes)
+        return tuple(sizes[a] for a in (*self._split, *self.rest))
+
+    @property
+    def _to_axes(self) -> tuple[int, ...]:
+        """The permutation from `_by_cuts`, blocks after it, to the order of the axes."""
+        order = (*self._split, *self.rest)
+        n = len(order)
+        return (*(order.index(a) for a, _ in self.axes), n, n + 1)
+
+
+def _inverse(permutation: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(permutation)), key=lambda i: permutation[i]))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from gradaccum import _reduce
-from gradaccum._layout import Layout, Layouts
+from gradaccum._layout import Layout, Layouts, Pairs
 from gradaccum._means import Awaited, cast, mean_type
 from gradaccum._mesh import AxisName, DataMesh, vary, varying_axes
 from gradaccum._shard import data_region, row_spec
@@ -32,6 +32,8 @@ class Local(NamedTuple):
       which: for each leaf the place of its weight; None: its sum is wanted, not its mean.
       where: the axes that are left, to compress on.
       layouts: what scatters and cuts are left over these axes.
+      split: for each leaf the (dimension, axis) pairs that it is scattered along already, over
+        axes that are not compressed.
     """
 
     sums: list[jax.Array]
@@ -39,6 +41,7 @@ class Local(NamedTuple):
     which: tuple[int | None, ...]
     where: DataMesh
     layouts: Layouts
+    split: tuple[Pairs, ...] = ()
 
     def weight_of(self, leaf: int) -> jax.Array:
         """This device's weight of a leaf."""
@@ -196,7 +199,9 @@ class _Run:
             total = _reduce.reduce_sum(total, self._on(rest), layouts(rest, last=False), exact)
         own = [None if r is None else r[0] for r in kept]
         where = self._on(self.axes)
-        local = Local(total.grads, total.weight, self.which, where, layouts(self.axes, last=True))
+        split = tuple(layout.scattered for layout in layouts(rest, last=False).leaves)
+        left = layouts(self.axes, last=True)
+        local = Local(total.grads, total.weight, self.which, where, left, split)
         means, new, shared_after = self.hook.average(local, own, shared)
         new = [None if r is None else _as(x[None], r) for x, r in zip(new, kept, strict=True)]
         return means, new, jax.tree.map(_as, shared_after, shared)

@@ -261,18 +261,18 @@ def _run(call: Call, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
     options = call.options
     call, layouts = prepare(call, arrays)
     found: list[Any] = []
-    wanted = call.differentiated or (False,) * len(arrays)
+    local, placed, given, wants = _gradient_hooks.with_values(_local, call, layouts, found, arrays)
     out = shard_over_data(
-        functools.partial(_local, call, layouts, found),
+        local,
         call.where,
-        layouts,
-        arrays,
-        wanted,
+        placed,
+        given,
+        wants,
         # Inside a region whose values are typed, so are ours.
         check_vma=options.check_vma or is_typed(call.where.manual_axes),
         differentiable=not options.fused,
     )
-    shared, grads = out["shared"], out["grads"]
+    shared, grads = out["shared"], out["grads"][: len(arrays)]
     aux = [b if a is None else a for a, b in zip(shared["aux"], out["rows"], strict=True)]
     if not call.where.manual:
         some = [(g, x) for g, x in zip(grads, arrays, strict=True) if g is not None]

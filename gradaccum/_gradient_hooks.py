@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from gradaccum import _jaxpr
-from gradaccum._arguments import Arguments
+from gradaccum._arguments import Arguments, is_array
 from gradaccum._checks import API
+from gradaccum._layout import Layout, Layouts
 from gradaccum._loop import as_function
 from gradaccum._mesh import vary, varying_axes
+from gradaccum._options import Call
 from gradaccum._variance import varying_outputs
 
 Hook = Callable[..., Any]
@@ -59,10 +61,24 @@ class Chain:
 
         values = [grads[i] for i in order]
         with jax.named_scope(f"gradaccum/{self.kind}"):
-            program = jax.make_jaxpr(chain)(values, keywords)
+            try:
+                program = jax.make_jaxpr(chain)(values, keywords)
+            except NotImplementedError as e:
+                self._explain(e)
+                raise
             self._check_program(program, order, grads, len(keywords))
             results = as_function(program)(*jax.tree.leaves((values, keywords)))
         return {i: vary(x, varying_axes(grads[i])) for i, x in zip(order, results, strict=True)}
+
+    def _explain(self, error: NotImplementedError) -> None:
+        """Raises ValueError for what JAX has no closures for: a step's key on Explicit axes."""
+        if "Closing over" in str(error):
+            raise ValueError(
+                f"{API}: {self.kind} closes over an array that lies on Explicit axes, which "
+                "jax.shard_map has no way for. Give the array with the function: "
+                f"{self.kind}=jax.tree_util.Partial(fn, array) for a function "
+                f"fn(array, grads{', *, index' if self.kind == 'hook' else ''})."
+            ) from error
 
     def _checked(self, fn: Hook, returned: Any, structure: Any, values: Sequence[Any]) -> list[Any]:
         """Returns a hook's results in the dtypes of what it was given, or raises."""
@@ -164,3 +180,44 @@ def on_mean(chain: Chain, sums: Mapping[int, jax.Array], factor: Any) -> dict[in
         i: jnp.where(empty, 0, wide(g, g) * wide(factor, g)).astype(g.dtype)
         for i, g in chain(means).items()
     }
+
+
+def with_values(
+    local: Callable[..., dict[str, Any]],
+    call: Call,
+    layouts: Layouts,
+    found: list[Any],
+    arrays: Sequence[Any],
+) -> tuple[Callable[..., dict[str, Any]], Layouts, list[Any], list[bool]]:
+    """Makes arrays that hooks hold (`jax.tree_util.Partial`) inputs of each device's computation.
+
+    Over what it closes over a region may fail, on Explicit axes.
+
+    Args:
+      local: (call, layouts, found, *arrays) -> what a device returns, `shard_over_data` says.
+      call: the call, its hooks too.
+      layouts: of the arrays.
+      found: where `local` puts what it learns.
+      arrays: the array leaves.
+
+    Returns:
+      `local` as a function of arrays alone, then layouts, arrays and which of them have a gradient,
+      those of hooks at the end of each, replicated.
+    """
+    options = call.options
+    wanted = list(call.differentiated or (False,) * len(arrays))
+    held, tree = jax.tree.flatten((options.hooks, options.post_accumulate_hooks))
+    values = [x for x in held if is_array(x)] if call.differentiated else []
+
+    def run(*given: Any) -> dict[str, Any]:
+        if not values:
+            return local(call, layouts, found, *given)
+        own, inside = given[: len(arrays)], iter(given[len(arrays) :])
+        opened = jax.tree.unflatten(tree, [next(inside) if is_array(x) else x for x in held])
+        changes = dict(zip(("hooks", "post_accumulate_hooks"), opened, strict=True))
+        changed = dataclasses.replace(call, options=dataclasses.replace(options, **changes))
+        out = local(changed, layouts, found, *own)
+        return out | {"grads": [*out["grads"], *[None] * len(values)]}
+
+    added = dataclasses.replace(layouts, leaves=(*layouts.leaves, *(Layout() for _ in values)))
+    return run, added, [*arrays, *values], [*wanted, *(False for _ in values)]

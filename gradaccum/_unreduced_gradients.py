@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from optax.microbatching import AccumulationType
 
-from gradaccum import _call, _checks, _unreduced_checks
+from gradaccum import _call, _checks, _gradient_hooks, _unreduced_checks
 from gradaccum._accumulate import accumulate
 from gradaccum._arguments import Role
 from gradaccum._decorated import Accumulated, Method
@@ -174,12 +174,13 @@ def _trace(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any]
     options, where = call.options, call.where
     wanted = call.differentiated or (False,) * len(arrays)
     found: list[_Found] = []
+    local, placed, given, wants = _gradient_hooks.with_values(_local, call, layouts, found, arrays)
     out = shard_over_data(
-        functools.partial(_local, call, layouts, found),
+        local,
         where,
-        layouts,
-        arrays,
-        wanted,
+        placed,
+        given,
+        wants,
         check_vma=options.check_vma or is_typed(where.manual_axes),
         reduced=False,
     )
@@ -207,7 +208,7 @@ def _trace(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any]
         axis_name=axis_name_of(axes),
         rows=1 if where.manual else where.size,
     )
-    return out["rows"], out["grads"], form
+    return out["rows"], out["grads"][: len(arrays)], form
 
 
 _traced = jax.jit(_trace, static_argnums=0)

@@ -149,7 +149,8 @@ def accumulate(
       Collectives: without specs one all-reduce a call (XLA may split or merge it), of the
       differentiated parameters' bytes in `reduce_dtype` plus loss, weight and aux. Memory: one
       accumulator of these parameters, and one microbatch's gradient of those that are not scanned
-      over once in their accumulator's dtype. Program size does not depend on k (x2 with `overlap`).
+      over once in their accumulator's dtype; with a `hook`, of all parameters. Program size does not
+      depend on k (x2 with `overlap`).
       With specs that name data axes: one all-gather a call of each leaf that `in_specs` splits, one
       reduce-scatter of each gradient that is split, one all-reduce of what is left; the gathered
       parameters and one full accumulator stay on each device during the call. Split the first
@@ -170,6 +171,17 @@ def accumulate(
       >>> loss, grads = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
       >>> float(loss), grads["w"].tolist()
       (4.0, [4.0, 4.0, 4.0])
+
+      Hooks: gradients 5 and -1 of two microbatches, each clipped to 1, or their mean 2 clipped:
+
+      >>> def clipped(**hook):
+      ...     fun = gradaccum.accumulate(
+      ...         lambda w, x: jnp.mean(w * x), microbatches=2, axis_name=None, **hook)
+      ...     return float(jax.grad(fun)(0.0, jnp.array([5.0, -1.0])))
+      >>> clipped(hook=lambda g, *, index: jnp.clip(g, -1, 1))
+      0.0
+      >>> clipped(post_accumulate_hook=lambda g: jnp.clip(g, -1, 1))
+      1.0
 
     References:
       Microbatching: `optax.microbatch`. Unreduced gradients: the JAX documentation of

@@ -111,15 +111,137 @@ class Accumulated:
         return fun
 
     def register_hook(self, fn: Callable[..., Any]) -> HookHandle:
-        """Register a function of each microbatch's own gradient."""
+        """Register a function that changes each microbatch's own gradient.
+
+        `sum(w_i * fn(grads_i, index=i)) / sum(w_i)`: before the weight, and before the mean over
+        microbatches and devices. With `loss_reduction="sum"` it is the gradient of the
+        microbatch's own sum. A microbatch of weight 0 has none, and its hooks do not run. As a hook
+        sees one device, it must not communicate over a data axis.
+
+        Args:
+          fn: `fn(grads, *, index) -> grads`. `grads` has the structure of the differentiated
+            argument (of several: a tuple of them, in positional order), leaves in the
+            accumulator's dtype, and None where there is no gradient: static and integer leaves.
+            Batch arguments are left out, as their gradients belong to their examples. `index` is
+            int32 `[]`, the microbatch's global one, `device * k + i`. What it returns has the same
+            structure and shapes; dtypes are cast back. Parameters split over data axes are whole
+            here; over a *manual* model axis there is this device's shard, of which a norm is
+            `gradaccum.tensor_parallel.global_norm`.
+
+        Returns:
+          The handle, not `fn`: `remove()` takes the hook off again. So this is no decorator.
+          Several hooks run in the order of their registration, after those given as `hook=`.
+
+        Raises:
+          ValueError: the loss was called or traced before, as a compiled step would not see the
+            change. In a call: what `fn` returns has another structure or shape; it communicates
+            over a data axis; what devices of a model axis share would differ between them.
+          TypeError: `fn` is no function of `(grads, *, index)`, or has no hash.
+
+        Cost:
+          No collective. Fused accumulation is off: every gradient goes by value, one gradient tree
+          more, and is read and written once more in each microbatch.
+
+        Example:
+          Clipping the parts is not clipping the mean. Of microbatches with gradients -1.5, 0.5, 0.5
+          and 0.5 the mean is 0, whatever it is clipped to; clipped to 1 each, it is 0.125:
+
+          >>> import jax, jax.numpy as jnp, optax, gradaccum
+          >>> x, clip = jnp.array([-1.5, 0.5, 0.5, 0.5]), optax.clip_by_global_norm(1.0)
+          >>> def loss_fn(w, x):
+          ...     return jnp.mean(w * x)
+          >>> fun = gradaccum.accumulate(loss_fn, microbatches=4, axis_name=None)
+          >>> mean = jax.grad(fun)(0.0, x)
+          >>> float(clip.update(mean, clip.init(mean))[0])  # or inside gradaccum.MultiSteps
+          0.0
+          >>> fun = gradaccum.accumulate(loss_fn, microbatches=4, axis_name=None)
+          >>> handle = fun.register_hook(lambda g, *, index: clip.update(g, clip.init(g))[0])
+          >>> float(jax.grad(fun)(0.0, x))
+          0.125
+
+          Noise wants the step's key, with the index folded in: then k microbatches' draws are
+          independent, and their mean has deviation 1 / sqrt(k), here 0.5. A `Partial` hands a
+          traced key over (closing over it will do except on Explicit axes), and a hook of one
+          step is given where the step decorates:
+
+          >>> def noise(key, grads, *, index):
+          ...     key = jax.random.fold_in(key, index)
+          ...     draws = optax.tree.random_like(key, grads, jax.random.normal)
+          ...     return jax.tree.map(jnp.add, grads, draws)
+          >>> @jax.jit
+          ... def deviation(key, w):
+          ...     hook = jax.tree_util.Partial(noise, key)
+          ...     fun = gradaccum.accumulate(
+          ...         lambda w, x: jnp.mean(x) * w.sum(), microbatches=4, axis_name=None, hook=hook)
+          ...     return jnp.std(jax.grad(fun)(w, x))
+          >>> print(f"{deviation(jax.random.key(0), jnp.zeros(100_000)):.2f}")
+          0.50
+
+          Without `fold_in` all microbatches share one draw, and it would print 1.00.
+
+        References:
+          PyTorch's `Tensor.register_hook`.
+        """
         return self._registry.add("hook", fn)
 
     def register_post_accumulate_hook(self, fn: Callable[..., Any]) -> HookHandle:
-        """Register a function of this device's accumulated mean gradient, once a call."""
+        """Register a function that changes this device's accumulated mean, once a call.
+
+        On device d, with weights w (1 without `weight_fn`):
+
+            mean[d] = fn(sum(w_i * grads_i) / sum(w_i)),   weight[d] = sum(w_i),   i < k
+
+        and the result is still `sum(weight * mean) / sum(weight)` over devices, of what was
+        returned. With `loss_reduction="sum"` it is the device's sum. A device whose weights are all
+        0 adds nothing, whatever `fn` returns there. It runs before the one mean and must not
+        communicate over a data axis. Once a *call*: PyTorch's namesake,
+        `Tensor.register_post_accumulate_grad_hook`, fires after every backward pass, k times.
+        In `gradaccum.unreduced_value_and_grad` the rows hold what it returned.
+
+        Args:
+          fn: `fn(grads) -> grads`; trees as `register_hook` has them.
+
+        Returns:
+          The handle, as `register_hook`.
+
+        Raises:
+          ValueError, TypeError: as `register_hook`.
+
+        Cost:
+          No collective; accumulation stays fused. What needs all gradients at once, as a norm does,
+          takes from `overlap=True` what it gains.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, gradaccum
+          >>> @gradaccum.accumulate(microbatches=2, axis_name=None)
+          ... def loss_fn(w, x):
+          ...     return jnp.mean(w * x)
+          >>> handle = loss_fn.register_post_accumulate_hook(lambda g: jnp.clip(g, -1.0, 1.0))
+          >>> float(jax.grad(loss_fn)(0.0, jnp.array([5.0, -4.0])))  # parts 5 and -4, mean 0.5
+          0.5
+        """
         return self._registry.add("post_accumulate_hook", fn)
 
     def register_comm_hook(self, hook: Any) -> HookHandle:
-        """Register a communication hook, which replaces the cross-device mean."""
+        """Register the communication hook, which replaces the cross-device mean.
+
+        Args:
+          hook: an object of `gradaccum.hooks`, or another frozen dataclass with `init(unreduced) ->
+            state` and `__call__(unreduced, state) -> (mean, state)`, that has no state. One alone.
+
+        Returns:
+          The handle, as `register_hook`.
+
+        Raises:
+          ValueError: there is one already, or the loss was called or traced before.
+          TypeError: it is a class instead of an object, lacks a method, or has no hash.
+
+        Cost:
+          That of the hook, instead of the one all-reduce.
+
+        References:
+          PyTorch's `DistributedDataParallel.register_comm_hook`.
+        """
         return self._registry.add("comm_hook", hook)
 
 

@@ -18,6 +18,7 @@ from gradaccum import (
     _gradient_hooks,
     _loop,
     _loss_checks,
+    _normalise,
     _reduce,
     _trace,
 )
@@ -179,7 +180,7 @@ def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -
     total = _reduce.reduce_sum(
         sums, where, layouts, [options.reduce_dtype] * len(arrays), replicated=replicated
     )
-    total, own = _reduce.normalise(
+    total, own = _normalise.normalise(
         total,
         one.own,
         aux_types=one.aux_types,

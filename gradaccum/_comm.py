@@ -191,9 +191,9 @@ def mean_of_sums(
     axis_name = axis_name_of(where.axis_names)
     given = unreduced_of(api, hook, structure, rows, weights, awaited, axis_name, where)
     state = hook.init(given)
-    if jax.tree.leaves(state):
+    if kept := jax.tree.leaves(state):
         raise ValueError(
-            f"{api}: comm_hook {hook!r} has a state of {len(jax.tree.leaves(state))} arrays, which a "
+            f"{api}: comm_hook {hook!r} has a state of {len(kept)} arrays, which a "
             "loss function has no place for. Give it to the optimizer: gradaccum.MultiSteps("
             "..., comm_hook=...) or gradaccum.all_reduce_mean(..., comm_hook=...), with gradients "
             "from gradaccum.unreduced_value_and_grad. (bf16_compress, fp16_compress and "

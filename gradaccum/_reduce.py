@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from optax.microbatching import AccumulationType
 
 from gradaccum import _contracts
 from gradaccum._layout import Layout, Layouts, Pairs
 from gradaccum._mesh import DataMesh, is_typed, varying_axes
-from gradaccum._microbatch import merge
 from gradaccum._specs import spec_of
 from gradaccum._transpose import transposes
 
@@ -146,6 +144,26 @@ def _over(operation: Callable[..., Any], x: Any, names: tuple[str, ...], where: 
     return operation(x, names) if names else x
 
 
+def _psum(x: Any, names: tuple[str, ...]) -> Any:
+    """Sums a tree; on CPUs beside an automatic axis bfloat16 as float32, as XLA does it elsewhere.
+
+    By itself XLA would abort there (jax 0.10 and 0.12).
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = any(mesh.shape[a] > 1 for a in mesh.axis_names if a not in mesh.manual_axes)
+    if not automatic or all(leaf.dtype != jnp.bfloat16 for leaf in jax.tree.leaves(x)):
+        return jax.lax.psum(x, names)
+
+    def wide(x: Any) -> Any:
+        whole = lambda y: y.astype(jnp.promote_types(y.dtype, jnp.float32))  # noqa: E731
+        total = jax.lax.psum(jax.tree.map(whole, x), names)
+        return jax.tree.map(lambda t, y: t.astype(y.dtype), total, x)
+
+    return jax.lax.platform_dependent(
+        x, cpu=wide, default=functools.partial(jax.lax.psum, axis_name=names)
+    )
+
+
 def largest(xs: list[jax.Array], where: DataMesh) -> list[jax.Array]:
     """Returns the largest of each over the data axes; a NaN counts as an infinity."""
     xs = [jnp.where(jnp.isnan(x), jnp.inf, x) for x in xs]  # not every backend's max passes it on
@@ -177,7 +195,7 @@ def reduce_sum(
     """
     if not where.axis_names:
         return sums
-    psum = functools.partial(_over, replicated_sum if replicated else jax.lax.psum, where=where)
+    psum = functools.partial(_over, replicated_sum if replicated else _psum, where=where)
     with jax.named_scope("gradaccum/mean"):
         wire = [
             None if g is None else g.astype(narrow(g.dtype, dtype))
@@ -256,44 +274,3 @@ def any_device(flag: jax.Array, where: DataMesh, *, split: bool) -> jax.Array:
     with jax.named_scope("gradaccum/skip"):
         anywhere: jax.Array = jax.lax.pmax(flag.astype(jnp.int32), others) > 0
     return anywhere
-
-
-def normalise(
-    total: Sums,
-    rows: Rows,
-    *,
-    aux_types: Sequence[AccumulationType],
-    loss_reduction: str,
-    count: int,
-) -> tuple[Sums, Rows]:
-    """Turns sums over microbatches and devices into means.
-
-    The loss is `sum(w * loss) / sum(w)`; without weights sum(w) is the count k * n, and 1 for a
-    loss that is itself a sum. MEAN aux always is a mean. Nothing but zeros where sum(w) = 0.
-
-    Args:
-      total: the sums, over all devices.
-      rows: this device's rows.
-      aux_types: how each aux leaf is accumulated.
-      loss_reduction: "mean" or "sum".
-      count: k * n. Without weights the gradients have been divided by it already.
-
-    Returns:
-      The same structures: loss, MEAN aux and gradients as means, rows `[k * b, ...]`.
-    """
-    mean_factor = jnp.asarray(1 / count, total.loss.dtype)
-    if total.weight is not None:
-        empty = total.weight == 0
-        mean_factor = jnp.where(empty, 0, 1 / jnp.where(empty, 1, total.weight))
-    loss = total.loss if loss_reduction == "sum" else total.loss * mean_factor
-
-    def scale(g: jax.Array) -> jax.Array:
-        return g if total.weight is None else g * mean_factor.astype(g.dtype)
-
-    aux = [
-        x if x is None or kind is AccumulationType.SUM else x * mean_factor.astype(x.dtype)
-        for kind, x in zip(aux_types, total.aux, strict=True)
-    ]
-    rows = jax.tree.map(merge, rows)
-    means = total._replace(loss=loss, aux=aux, grads=jax.tree.map(scale, total.grads))
-    return means, rows._replace(grads=jax.tree.map(scale, rows.grads))

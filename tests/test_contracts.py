@@ -7,7 +7,7 @@ from jax.extend import core as jex_core
 from jax.sharding import AxisType
 
 import gradaccum
-from gradaccum import _call, _loop, _reduce, _trace
+from gradaccum import _call, _loop, _normalise, _trace
 
 
 def loss_fn(params, batch):
@@ -63,8 +63,8 @@ def lose_a_row_of_the_loss(monkeypatch):
 def accumulate_in_the_leafs_dtype(monkeypatch):
     contribution = _loop._contribution
 
-    def broken(loop, targets, weight, arrays):
-        sums, rows = contribution(loop, targets, weight, arrays)
+    def broken(*args):
+        sums, rows = contribution(*args)
         grads = [None if g is None else g.astype(jnp.bfloat16) for g in sums.grads]
         return sums._replace(grads=grads), rows
 
@@ -74,8 +74,8 @@ def accumulate_in_the_leafs_dtype(monkeypatch):
 def accumulate_another_shape(monkeypatch):
     contribution = _loop._contribution
 
-    def broken(loop, targets, weight, arrays):
-        sums, rows = contribution(loop, targets, weight, arrays)
+    def broken(*args):
+        sums, rows = contribution(*args)
         return sums._replace(grads=[None if g is None else g[None] for g in sums.grads]), rows
 
     monkeypatch.setattr(_loop, "_contribution", broken)
@@ -99,13 +99,13 @@ def lose_a_leaf_in_the_mean(monkeypatch):
 
 
 def return_another_shape(monkeypatch):
-    normalise = _reduce.normalise
+    normalise = _normalise.normalise
 
     def broken(total, rows, **options):
         total, rows = normalise(total, rows, **options)
         return total._replace(grads=jax.tree.map(lambda g: g.T[..., None], total.grads)), rows
 
-    monkeypatch.setattr(_reduce, "normalise", broken)
+    monkeypatch.setattr(_normalise, "normalise", broken)
 
 
 MUTATIONS = [

@@ -149,8 +149,8 @@ def accumulate(
       Collectives: without specs one all-reduce a call (XLA may split or merge it), of the
       differentiated parameters' bytes in `reduce_dtype` plus loss, weight and aux. Memory: one
       accumulator of these parameters, and one microbatch's gradient of those that are not scanned
-      over once in their accumulator's dtype; with a `hook`, of all parameters. Program size does not
-      depend on k (x2 with `overlap`).
+      over once in their accumulator's dtype; with a `hook`, of all parameters. Program size does
+      not depend on k (x2 with `overlap`).
       With specs that name data axes: one all-gather a call of each leaf that `in_specs` splits, one
       reduce-scatter of each gradient that is split, one all-reduce of what is left; the gathered
       parameters and one full accumulator stay on each device during the call. Split the first

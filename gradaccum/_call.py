@@ -135,28 +135,12 @@ def accumulate(
         fused=options.fused,
         overlap=options.overlap,
         unroll=options.unroll,
-        hook=_hooks(call, layouts, "hook", options.hooks),
+        hook=_gradient_hooks.chain_of(call, layouts, "hook", options.hooks),
     )
     device = jax.lax.axis_index(where.axis_names) if where.axis_names else 0
     sums, own = _loop.accumulate(loop, leaves, device * k, typed)
-    after = _hooks(call, layouts, "post_accumulate_hook", options.post_accumulate_hooks)
-    if after is not None:
-        total = 1.0 if options.loss_reduction == "sum" else float(k)
-        weight = total if sums.weight is None else sums.weight
-        shared = {i: g for i, g in enumerate(sums.grads) if g is not None}
-        hooked = _gradient_hooks.on_mean(after, shared, weight * scale)
-        sums = sums._replace(grads=[hooked.get(i) for i in range(len(arrays))])
+    sums = _gradient_hooks.after_accumulation(call, layouts, sums, scale)
     return OneDevice(sums, own, tree, tuple(types), [x.dtype for x in program.out_avals])
-
-
-def _hooks(
-    call: Call, layouts: Layouts, kind: str, hooks: tuple[Callable[..., Any], ...]
-) -> _gradient_hooks.Chain | None:
-    """Returns the hooks of a differentiated call as one function, or None without any."""
-    if not hooks or call.differentiated is None:
-        return None
-    fun, axes = call.options.fun, call.where.axis_names
-    return _gradient_hooks.Chain(kind, hooks, call.form, fun, axes, layouts.splits)
 
 
 def _local(call: Call, layouts: Layouts, found: list[Any], *arrays: jax.Array) -> dict[str, Any]:
@@ -219,6 +203,7 @@ def _hooked_means(call: Call, layouts: Layouts, sums: _reduce.Sums) -> list[Any]
     awaited = [
         Awaited(
             dtype=leaves[i].dtype,
+            reduce_dtype=options.reduce_dtype,
             layout=layouts.leaves[i],
             manual=layouts.manual,
             automatic=layouts.automatic,
@@ -287,7 +272,7 @@ _run_cached = jax.jit(_run, static_argnums=0)
 def run(call: Call, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
     """Runs under jit. Eager calls share one cache; a call on tracers leaves nothing in it."""
     out: tuple[Any, Any, list[Any]]
-    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+    if _gradient_hooks.is_traced(call, arrays):
         out = jax.jit(functools.partial(_run, call))(list(arrays))
     else:
         out = _run_cached(call, list(arrays))

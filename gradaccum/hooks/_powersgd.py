@@ -158,8 +158,10 @@ class powersgd:  # noqa: N801 (as DDP's hooks)
     def __call__(self, unreduced: Any, state: PowerSGDState) -> tuple[Any, PowerSGDState]:
         named, tree = flatten(API, unreduced)
         q = tree.flatten_up_to(state.q)
-        self._check_factors(named, q)
-        mean, residual, (count, q) = average(self, unreduced, state.residual, (state.count, q))
+        residual = state.residual
+        kept = [None] * len(q) if residual is None else tree.flatten_up_to(residual.rows)
+        self._check_state(named, q, kept)
+        mean, residual, (count, q) = average(self, unreduced, residual, (state.count, q))
         return mean, PowerSGDState(count, tree.unflatten(q), residual)
 
     def average(
@@ -251,23 +253,27 @@ class powersgd:  # noqa: N801 (as DDP's hooks)
         # In a manual region over model axes each device has a matrix of its own.
         return vary(q, varying_axes(x.sum).difference(axis_tuple(x.axis_name)))
 
-    def _check_factors(self, named: dict[str, Unreduced], q: Sequence[Any]) -> None:
-        """Raises ValueError if the state is not one of these gradients and this rank."""
+    def _check_state(self, named: dict[str, Unreduced], q: Sequence[Any], kept: Any) -> None:
+        """Raises ValueError if the state is not one of these gradients and this hook."""
         bad = []
-        for (path, x), factor in zip(named.items(), q, strict=True):
+        for (path, x), factor, residual in zip(named.items(), q, kept, strict=True):
             shape = x.sum.shape[1:]
-            needed = None
-            if self.warm_start and self._takes(shape, x.sum.dtype, x.awaited.total):
-                needed = (*shape[:-2], shape[-1], self.rank)
-            got = None if factor is None else tuple(factor.shape)
+            takes = self._takes(shape, x.sum.dtype, x.awaited.total)
+            factors = (*shape[:-2], shape[-1], self.rank) if takes and self.warm_start else None
+            needed = (factors, takes and self.error_feedback)
+            got = (None if factor is None else tuple(factor.shape), residual is not None)
             if got != needed:
-                bad.append(f"{path}: {got}, needed {needed}")
+                bad.append(f"{path}: {_described(*got)}, needed {_described(*needed)}")
         if bad:
             raise ValueError(
-                f"{API}: the state holds factors of other gradients, or of another hook than this "
-                f"of rank={self.rank}, min_compression_rate={self.min_compression_rate}, "
-                f"warm_start={self.warm_start}: {'; '.join(bad)}. Call init anew."
+                f"{API}: the state is not of these gradients, or not of {self!r}: {'; '.join(bad)}."
+                " Call init anew."
             )
+
+
+def _described(factors: tuple[int, ...] | None, residual: bool) -> str:
+    shape = "no factors" if factors is None else f"factors {factors}"
+    return f"{shape} and {'a' if residual else 'no'} residual"
 
 
 def _next_factor(factor: jax.Array, drawn: jax.Array, old: jax.Array) -> jax.Array:

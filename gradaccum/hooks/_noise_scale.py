@@ -75,9 +75,9 @@ class gradient_noise_scale:  # noqa: N801 (as DDP's hooks)
     call, with `loss_reduction="sum"` (weight 1/n) by those of all devices in one call; with
     `MultiSteps(use_grad_mean=False)` by the calls of a window.
 
-    Communication: the hook's own reduction, with four scalars more in it; and where the partitioner
-    (inside a `jax.shard_map`, this hook) has to sum squares of a mean that is split over devices,
-    as FSDP's, or of rows split over a model axis: a scalar a leaf at most.
+    Communication: the hook's own reduction, with four scalars more in it. Where means are split
+    over devices (FSDP), or rows over a model axis, their squares are summed in small reductions
+    more: by the partitioner; inside a `jax.shard_map` by this hook.
 
     It lives in the optax state, of `MultiSteps(..., comm_hook=...)` or `all_reduce_mean`. The state
     stays as it was where nothing can be measured: one device (it runs, to debug on, and reads NaN),
@@ -99,8 +99,9 @@ class gradient_noise_scale:  # noqa: N801 (as DDP's hooks)
       TypeError: hook is no communication hook; else as `hook`.
 
     Cost:
-      16 bytes more in the reduction. One pass more over each device's row, and one over the mean.
-      State: 16 bytes.
+      16 bytes more in the reduction at most (XLA merges what is equal: 12 in `MultiSteps`), and 4 a
+      leaf that is split. One pass more over each device's row or mean; compiled for a TPU v5e 2x4,
+      0.05 MB of temporary memory beside 67 MB of gradients. State: 16 bytes.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, gradaccum

@@ -78,9 +78,12 @@ def assert_one_reduction(
     slices, loops and calls. Caught are: a reduction given the result of another over the same
     devices; one operand given to two reductions; the results of two reductions added to each
     other (microbatches reduced one by one); an all-gather whose pieces are then summed locally.
-    Matrix products, reductions and table lookups end the trail. Where the text cannot tell, the
-    check is strict: a product of two gathered operands, at least one of them computed, counts as
-    a local sum, and any array over one element counts as a gradient.
+    An exchange that is then summed counts as a reduction, also of what was quantised for it.
+    Matrix products, reductions and table lookups end the trail: of PowerSGD's factors the text
+    does not tell of what, so its means added without a loop, or beside a plain one, pass; so do
+    two exchanges of one array. `collectives` shows their bytes. Where the text cannot tell
+    otherwise, the check is strict: a product of two gathered operands, at least one of them
+    computed, counts as a local sum, and any array over one element counts as a gradient.
 
     Args:
       fn, *args, mesh: as in `collectives`.

@@ -162,8 +162,8 @@ class Flow:
             return Fact(shape.size, by_device=True)
         if opcode == "iota" or (opcode == "broadcast" and operands[0].size <= 1):
             return Fact(shape.size, given=all(fact.given for fact in operands))
-        if opcode == "broadcast" and operands[0].size == shape.size:
-            opcode = "reshape"
+        if opcode in ("broadcast", "reduce") and operands[0].size == shape.size:
+            opcode = "reshape"  # of dimensions of size 1
         if "ZeroCrop" in instruction.attributes.get("custom_call_target", ""):
             opcode = "pad"  # the TPU compiler fills up the lanes of a small array, between slices
         if opcode == "concatenate" and len(shape.dims) == 1:

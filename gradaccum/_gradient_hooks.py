@@ -16,6 +16,7 @@ from gradaccum._layout import Layout, Layouts
 from gradaccum._loop import as_function
 from gradaccum._mesh import vary, varying_axes
 from gradaccum._options import Call
+from gradaccum._reduce import Sums
 from gradaccum._variance import varying_outputs
 
 Hook = Callable[..., Any]
@@ -161,7 +162,35 @@ def _paths(tree: Any) -> dict[str, Any]:
     return {f"grads{jax.tree_util.keystr(path)}": x for path, x in keyed}
 
 
-def on_mean(chain: Chain, sums: Mapping[int, jax.Array], factor: Any) -> dict[int, jax.Array]:
+def chain_of(call: Call, layouts: Layouts, kind: str, hooks: tuple[Hook, ...]) -> Chain | None:
+    """Returns the hooks of a differentiated call as one function, or None without any."""
+    if not hooks or call.differentiated is None:
+        return None
+    fun, axes = call.options.fun, call.where.axis_names
+    return Chain(kind, hooks, call.form, fun, axes, layouts.splits)
+
+
+def after_accumulation(call: Call, layouts: Layouts, sums: Sums, scale: float) -> Sums:
+    """Passes one device's means through its post-accumulate hooks, and returns sums of them.
+
+    Args:
+      call: the call.
+      layouts: how its arrays lie.
+      sums: what one device accumulated, gradients times `scale`.
+      scale: the constant factor of every gradient.
+    """
+    hooks = call.options.post_accumulate_hooks
+    chain = chain_of(call, layouts, "post_accumulate_hook", hooks)
+    if chain is None:
+        return sums
+    count = 1 if call.options.loss_reduction == "sum" else call.options.microbatches
+    factor = scale * (float(count) if sums.weight is None else sums.weight)
+    some = {i: g for i, g in enumerate(sums.grads) if g is not None}
+    hooked = _on_mean(chain, some, factor)
+    return sums._replace(grads=[hooked.get(i) for i in range(len(sums.grads))])
+
+
+def _on_mean(chain: Chain, sums: Mapping[int, jax.Array], factor: Any) -> dict[int, jax.Array]:
     """Passes one device's mean through hooks, where there are its `sums`, `factor` times the mean.
 
     The factor may be 0, of a device whose weights are: its sums stay 0, whatever hooks return.
@@ -180,6 +209,17 @@ def on_mean(chain: Chain, sums: Mapping[int, jax.Array], factor: Any) -> dict[in
         i: jnp.where(empty, 0, wide(g, g) * wide(factor, g)).astype(g.dtype)
         for i, g in chain(means).items()
     }
+
+
+def is_traced(call: Call, arrays: Sequence[Any]) -> bool:
+    """True if a call must leave nothing in a cache: its arrays, or what hooks hold, may be traced.
+
+    What a hook closes over cannot be seen; that anything is being traced can.
+    """
+    options = call.options
+    hooked = call.differentiated and (options.hooks or options.post_accumulate_hooks)
+    probe = [jnp.zeros(())] if hooked else []  # a tracer, while anything is traced
+    return any(isinstance(x, jax.core.Tracer) for x in (*arrays, *probe))
 
 
 def with_values(

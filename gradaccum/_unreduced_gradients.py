@@ -217,7 +217,7 @@ _traced = jax.jit(_trace, static_argnums=0)
 def _run(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Any], list[Any], _Static]:
     """Runs under jit; eager calls share one cache (as `_call.run`)."""
     out: tuple[dict[str, Any], list[Any], _Static]
-    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+    if _gradient_hooks.is_traced(call, arrays):
         out = jax.jit(functools.partial(_trace, call))(list(arrays))
     else:
         out = _traced(call, list(arrays))

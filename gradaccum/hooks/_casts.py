@@ -146,10 +146,13 @@ class bf16_compress(_Stateless):  # noqa: N801
       float32, and sends that); the cast is a copy. No state.
 
     Example:
-      >>> import jax.numpy as jnp, gradaccum
-      >>> rows = gradaccum.Unreduced(jnp.array([[1.001, 2.0]]), jnp.array([1.0]), axis_name=None)
-      >>> gradaccum.hooks.bf16_compress()(rows, ())[0].tolist()
-      [1.0, 2.0]
+      >>> import jax, jax.numpy as jnp, gradaccum
+      >>> mesh = jax.make_mesh((2,), ("dp",), devices=jax.devices()[:2])
+      >>> with jax.set_mesh(mesh):
+      ...     rows = jnp.array([[1.001, 2.0], [1.0, 4.0]])
+      ...     both = gradaccum.Unreduced(rows, jnp.ones(2), axis_name="dp")
+      ...     gradaccum.hooks.bf16_compress()(both, ())[0].tolist()
+      [1.0, 3.0]
 
     References:
       `bf16_compress_hook` of PyTorch's DistributedDataParallel.
@@ -183,10 +186,13 @@ class fp16_compress(_Stateless):  # noqa: N801
       No state.
 
     Example:
-      >>> import jax.numpy as jnp, gradaccum
-      >>> rows = gradaccum.Unreduced(jnp.array([[1e6, 1e5]]), jnp.array([1.0]), axis_name=None)
-      >>> [round(x, -2) for x in gradaccum.hooks.fp16_compress()(rows, ())[0].tolist()]
-      [1000000.0, 100000.0]
+      >>> import jax, jax.numpy as jnp, gradaccum
+      >>> mesh = jax.make_mesh((2,), ("dp",), devices=jax.devices()[:2])
+      >>> with jax.set_mesh(mesh):
+      ...     rows = jnp.array([[1e6, 1e-9], [3e6, 1e6]])  # float16 ends at 65,504
+      ...     both = gradaccum.Unreduced(rows, jnp.ones(2), axis_name="dp")
+      ...     [round(x, -3) for x in gradaccum.hooks.fp16_compress()(both, ())[0].tolist()]
+      [2000000.0, 500000.0]
 
     References:
       `fp16_compress_hook` of PyTorch's DistributedDataParallel, which divides by n alone.

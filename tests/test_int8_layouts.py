@@ -57,12 +57,9 @@ def rows_for(layout, mesh, seed=0):
     return rows, sums, weights
 
 
-def blocks_of(x, shares, size=SMALL["block_size"]):
-    """Rounds a part of a leaf: flat, in equal shares, each in even blocks of `size` at most."""
-    chunk = -(-x.size // shares)
-    blocks = -(-chunk // size)
-    block = -(-chunk // blocks)
-    flat = np.pad(x.ravel(), (0, shares * blocks * block - x.size)).reshape(-1, block)
+def blocks_of(x, shares, block=SMALL["block_size"]):
+    """Rounds a part of a leaf: flat, in equal shares of whole blocks."""
+    flat = np.pad(x.ravel(), (0, -x.size % (shares * block))).reshape(-1, block)
     scale = (np.abs(flat).max(1, keepdims=True) / np.float32(127)).astype(np.float32)
     steps = np.round(flat / np.where(scale, scale, np.float32(1)))
     return (steps * scale).ravel()[: x.size].reshape(x.shape).astype(np.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,8 +16,6 @@ from gradaccum._layout import Pairs
 
 LARGEST = 127  # -128 is not used: the range is symmetric
 SCALE_BYTES = 4
-# XLA makes an all-reduce, with twice the bytes, of a TPU's all-gather of other sizes.
-_ALIGNED = 1024
 _TINY = float(np.finfo(np.float32).tiny)
 
 
@@ -58,35 +57,30 @@ def dequantise(q: Quantised, dtype: Any) -> jax.Array:
 
 
 def pack(parts: Sequence[Quantised]) -> jax.Array:
-    """Lays blocks and scales end to end: int8 `[..., bytes]`, so that one operation moves all.
+    """Lays blocks below each other, then scales: int8 `[..., rows, block]`.
 
-    Zeros are added to a multiple of 1024 bytes, where that is few.
+    So one operation moves all. Rows of one length: a TPU moves them as they lie.
     """
-    ends = []
-    for q in parts:
-        lead = q.scales.shape[:-1]
-        scales = jax.lax.bitcast_convert_type(q.scales, jnp.int8)
-        ends += [q.values.reshape(*lead, -1), scales.reshape(*lead, -1)]
-    size = sum(x.shape[-1] for x in ends)
-    padding = -size % _ALIGNED if size >= 16 * _ALIGNED else 0
-    return jnp.concatenate([*ends, jnp.zeros((*lead, padding), jnp.int8)], axis=-1)
+    block = parts[0].values.shape[-1]
+    scales = jnp.concatenate([q.scales for q in parts], axis=-1)
+    lead, size = scales.shape[:-1], SCALE_BYTES * scales.shape[-1]
+    flat = jax.lax.bitcast_convert_type(scales, jnp.int8).reshape(*lead, size)
+    flat = jnp.concatenate([flat, jnp.zeros((*lead, -size % block), jnp.int8)], axis=-1)
+    return jnp.concatenate(
+        [*(q.values for q in parts), flat.reshape(*lead, -1, block)], axis=len(lead)
+    )
 
 
-def unpack(wire: jax.Array, sizes: Sequence[tuple[int, int]]) -> list[Quantised]:
-    """Returns what was packed, given each part's `(blocks, block)`."""
-    parts, start, lead = [], 0, wire.shape[:-1]
-    for blocks, block in sizes:
-        middle = start + blocks * block
-        end = middle + blocks * SCALE_BYTES
-        scales = wire[..., middle:end].reshape(*lead, blocks, SCALE_BYTES)
-        parts.append(
-            Quantised(
-                wire[..., start:middle].reshape(*lead, blocks, block),
-                jax.lax.bitcast_convert_type(scales, jnp.float32),
-            )
-        )
-        start = end
-    return parts
+def unpack(wire: jax.Array, blocks: Sequence[int]) -> list[Quantised]:
+    """Returns what was packed, given the number of each part's blocks."""
+    lead, total = wire.shape[:-2], sum(blocks)
+    flat = wire[..., total:, :].reshape(*lead, -1)[..., : SCALE_BYTES * total]
+    scales = jax.lax.bitcast_convert_type(flat.reshape(*lead, total, SCALE_BYTES), jnp.float32)
+    ends = list(itertools.accumulate(blocks))
+    return [
+        Quantised(wire[..., end - n : end, :], scales[..., end - n : end])
+        for n, end in zip(blocks, ends, strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,21 +88,21 @@ class Chunks:
     """How a leaf is cut into one chunk a device, `[r, blocks, block]`: that which it sums.
 
     A device's chunk is the part of the leaf that its mean is scattered to, if it is; of the rest,
-    which all devices are to have, an equal share of the flat array. It is padded by less than
-    `blocks` zeros, as blocks are as even as they can be.
+    which all devices are to have, an equal share of the flat array. Each chunk is padded to whole
+    blocks.
 
     Attributes:
       shape: of the leaf.
       axes: the mesh axes and their sizes, the major one first; r is their product.
       scattered: the (dimension, axis) pairs that the mean is scattered along, the major axis of a
         dimension first.
-      block_size: of a block, at most.
+      block: the entries of a block.
     """
 
     shape: tuple[int, ...]
     axes: tuple[tuple[str, int], ...]
     scattered: Pairs
-    block_size: int
+    block: int
 
     @property
     def count(self) -> int:
@@ -129,17 +123,14 @@ class Chunks:
         return tuple(shape)
 
     @property
-    def size(self) -> tuple[int, int]:
-        """The blocks of a chunk, and the entries of a block."""
-        chunk = -(-math.prod(self.part) // self._shares)
-        blocks = -(-chunk // self.block_size)
-        return blocks, -(-chunk // max(blocks, 1))
+    def blocks(self) -> int:
+        """The blocks of a chunk."""
+        return -(-math.prod(self.part) // (self._shares * self.block))
 
     @property
     def wire_bytes(self) -> int:
         """The bytes of all chunks, scales included."""
-        blocks, block = self.size
-        return self.count * blocks * (block + SCALE_BYTES)
+        return self.count * self.blocks * (self.block + SCALE_BYTES)
 
     @property
     def _split(self) -> tuple[str, ...]:
@@ -153,7 +144,7 @@ class Chunks:
         """Returns the chunks of a leaf `[*shape]`: `[r, blocks, block]`."""
         parts = x.reshape(self._cut_shape).transpose(self._cuts_first)
         parts = parts.reshape(-1, math.prod(self.part))
-        blocks, block = self.size
+        blocks, block = self.blocks, self.block
         padding = self._shares * blocks * block - parts.shape[1]
         parts = jnp.pad(parts, ((0, 0), (0, padding)))
         return (
@@ -164,7 +155,7 @@ class Chunks:
 
     def leaf(self, chunks: jax.Array) -> jax.Array:
         """Returns the leaf of chunks `[r, blocks, block]`: what `split` does, undone."""
-        in_axes = chunks.reshape(*(n for _, n in self.axes), *self.size)
+        in_axes = chunks.reshape(*(n for _, n in self.axes), self.blocks, self.block)
         parts = in_axes.transpose(_inverse(self._to_axes))
         parts = parts.reshape(self.count // self._shares, -1)[:, : math.prod(self.part)]
         cut_shape = [self._cut_shape[i] for i in self._cuts_first]

@@ -41,7 +41,7 @@ class int8_quantize:  # noqa: N801 (as DDP's hooks)
 
         mean = int8(sum over devices of int8(sum)) / sum(weight)
 
-    where int8(x) rounds each block of up to `block_size` entries to steps of its own largest entry
+    where int8(x) rounds each block of `block_size` entries to steps of its own largest entry
     / 127. Each device adds up one part of the gradients, of all devices, and sends the sum on. So
     an entry of the mean is off by (sum over devices of half a step + half a step of the sum) /
     sum(weight) at most; by twice that with stochastic rounding, which is unbiased. A block in which
@@ -67,8 +67,8 @@ class int8_quantize:  # noqa: N801 (as DDP's hooks)
         taken first, in full. None: all.
       rounding: "nearest", or "stochastic": up with a probability that makes it right on average.
       error_feedback: keep what could not be sent, and send it the next time.
-      block_size: how many entries share a float32 scale, at most: fewer are more exact, and cost
-        4 / block_size more bytes.
+      block_size: how many entries share a float32 scale: fewer are more exact, and cost more, 4
+        bytes a block. Multiples of 128 suit a TPU.
       min_size: of a leaf, in entries, as a device holds it: smaller ones, such as biases, cost
         little, and travel in full.
       seed: of stochastic rounding. It also depends on the number of the mean, the leaf and the
@@ -80,8 +80,15 @@ class int8_quantize:  # noqa: N801 (as DDP's hooks)
       TypeError: a state of another hook, or of other options; else as `gradaccum.mean`.
 
     Cost:
-      Of N float32 entries on n devices, (n - 1)/n of: N + 4 N / block_size bytes in the all-to-all,
-      as much in the all-gather; an all-reduce sends 8 N. COST
+      Of N float32 entries on n devices each device sends (n - 1) / n of N + 4 N / block_size bytes
+      in the all-to-all, as much in the all-gather, where an all-reduce sends 8 N: about a quarter.
+      Compiled for a TPU (v5e:2x4, n = 8), 4,194,304 entries: s8 all-to-all and all-gather of
+      4,259,840 bytes each, 7,454,727 sent; all-reduce f32 of 16,777,220 bytes, 29,360,135 sent.
+      Each leaf is padded to n blocks. Memory: about 2 bytes an entry on the way. The arithmetic,
+      some passes over the leaf, costs what a fast network would not have: it is for slow ones.
+      Beside an automatic model axis of m devices, leaves whose layout on it neither `grad_specs`
+      nor an Explicit axis tells are gathered over it first, so that all is m times as dear: name
+      the axis in `grad_specs`.
       No state with nearest rounding and no error feedback: the decorator takes it then. Else one
       int32, and for error feedback a whole gradient on each device, in float32.
 
@@ -272,7 +279,7 @@ class int8_quantize:  # noqa: N801 (as DDP's hooks)
         sent = [_rounded(x, k[0]) for x, k in zip(split, keys, strict=True)]
         axes = tuple(a for a, n in chunks[0].axes if n > 1)
         wire = jax.lax.all_to_all(pack(sent), axes, split_axis=0, concat_axis=0, tiled=True)
-        received = unpack(wire, [c.size for c in chunks])
+        received = unpack(wire, [c.blocks for c in chunks])
         sums = [jnp.sum(dequantise(q, x.dtype), axis=0) for q, x in zip(received, xs, strict=True)]
         shares = dict(enumerate(s[None] for s in sums))
         corrected: dict[int, jax.Array] = {}
@@ -285,7 +292,7 @@ class int8_quantize:  # noqa: N801 (as DDP's hooks)
                 continue
             again = [_rounded(sums[i], keys[i][1]) for i in group]
             gathered = unpack(
-                _gather(pack(again), wanted, typed=typed), [chunks[i].size for i in group]
+                _gather(pack(again), wanted, typed=typed), [chunks[i].blocks for i in group]
             )
             for i, own, q in zip(group, again, gathered, strict=True):
                 shares[i] = dequantise(q, xs[i].dtype)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gradaccum import _reduce
 from gradaccum._layout import Layout, Layouts, Pairs
@@ -169,7 +169,23 @@ class _Run:
             )
         values, kept, shared = local(sums, weights, kept, shared)
         cast_means = [cast(v, x, a) for v, x, a in zip(values, sums, awaited, strict=True)]
-        return cast_means, kept, shared
+        return self._placed(cast_means), kept, shared
+
+    def _placed(self, means: list[jax.Array]) -> list[jax.Array]:
+        """Lays means out over the model axes too, where the hook left these to the partitioner."""
+        where = self.where
+        if self.hook.manual_model_axes or where.manual or where.explicit_axes:
+            return means
+        placed = []
+        for mean, x in zip(means, self.awaited, strict=True):
+            dims = x.layout.grad_dims
+            if any(a in x.manual for d in dims for a in d):
+                free = PartitionSpec.UNCONSTRAINED
+                spec = spec_of((*dims, *[()] * (mean.ndim - len(dims))), free)
+                on = spec if where.mesh is None else NamedSharding(where.mesh, spec)
+                mean = jax.lax.with_sharding_constraint(mean, on)
+            placed.append(mean)
+        return placed
 
     @property
     def _manual(self) -> tuple[str, ...]:

@@ -105,7 +105,7 @@ def test_norms_are_of_whole_gradients(name, kind):
 
 def test_a_lossy_hook_keeps_its_state_and_the_estimate_is_near():
     layout = layouts.LAYOUTS["replicated"]
-    inner = hooks.int8_quantize(error_feedback=True, min_size=16)
+    inner = hooks.int8_quantize(error_feedback=True, min_size=16, block_size=8)
     updates, state, *_ = window_of_two(layout, gradient_noise_scale(inner))
     alone, only, *_ = window_of_two(layout, inner)
     # Bitwise the same are hooks alone (test_noise_scale); XLA may round a whole step otherwise.
@@ -113,18 +113,20 @@ def test_a_lossy_hook_keeps_its_state_and_the_estimate_is_near():
     jax.tree.map(close, updates, alone)
     got, want = jax.tree.leaves(state.comm_state.inner), jax.tree.leaves(only.comm_state)
     jax.tree.map(close, got, want)
+    assert any(np.any(x) for x in jax.tree.leaves(state.comm_state.inner.residual))
     assert_measured(state.comm_state, *device_gradients(N), within=0.05)
 
 
 def mixed_rows():
+    """Returns leaves that all weigh in the norms, whose squares overflow float16; and them flat."""
     rng = np.random.default_rng(3)
+    normal = lambda *shape: 300 * rng.normal(1, 0.5, (N, *shape))  # noqa: E731
     rows = {
-        "f32": rng.normal(1, 1, (N, 3, 4)).astype(np.float32),
-        "bf16": jnp.asarray(rng.normal(1, 1, (N, 5)), jnp.bfloat16),
-        # Their squares overflow float16.
-        "f16": (300 * rng.normal(1, 0.5, (N, 2))).astype(np.float16),
-        "complex": (rng.normal(1, 1, (N, 6)) + 1j * rng.normal(2, 1, (N, 6))).astype(np.complex64),
-        "scalar": rng.normal(1, 1, N).astype(np.float32),
+        "f32": normal(3, 4).astype(np.float32),
+        "bf16": jnp.asarray(normal(5), jnp.bfloat16),
+        "f16": normal(2).astype(np.float16),
+        "complex": (normal(6) + 2j * normal(6)).astype(np.complex64),
+        "scalar": normal().astype(np.float32),
         "empty": np.zeros((N, 0), np.float32),
         "none": None,
     }
@@ -145,7 +147,7 @@ def test_mixed_trees(axes):
         given["counts"] = count
         state = hook.init(given)
         mean, state = hook(given, state)  # outside jit, too
-    assert_measured(state, flat, weights, within=1e-3)
+    assert_measured(state, flat, weights, within=5e-3)  # a bfloat16 mean is rounded
     assert mean["none"] is None
     assert float(mean["counts"]) == pytest.approx(N * 1000 / sum(weights))
 

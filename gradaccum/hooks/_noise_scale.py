@@ -86,8 +86,8 @@ class gradient_noise_scale:  # noqa: N801 (as DDP's hooks)
     "larger than any batch" is the right reading, and NaN remains that nothing was measured.
 
     Weights are those of the first leaf, for all leaves. Squares are added up in float32 at least.
-    Integer leaves, and sums that are no means, are not looked at. The mean is the hook's: what a
-    compression takes from it (`powersgd`) counts as noise.
+    Integer leaves, and sums that are no means, are not looked at. The mean is the hook's, in the
+    gradient's dtype: what a compression takes from it (`powersgd`) counts as noise.
 
     Args:
       hook: the communication hook that takes the mean: an instance.

@@ -1,4 +1,4 @@
-"""Blocks of int8 that share a scale, and the chunks in which devices exchange them."""
+"""Blocks of int8 that share a scale, and the exchange of them between devices."""
 
 from __future__ import annotations
 
@@ -200,3 +200,74 @@ class Chunks:
 
 def _inverse(permutation: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(range(len(permutation)), key=lambda i: permutation[i]))
+
+
+def summed(
+    xs: Sequence[jax.Array],
+    chunks: Sequence[Chunks],
+    me: jax.Array,
+    key: jax.Array | None,
+    *,
+    typed: bool,
+    errors: bool,
+) -> tuple[list[jax.Array], list[Any]]:
+    """Sums leaves over devices: one all-to-all for all, and one all-gather for those not scattered.
+
+    Args:
+      xs: this device's leaves.
+      chunks: of each, over the same axes.
+      me: the index of this device along these.
+      key: for stochastic rounding, this device's own.
+      typed: values have varying axes.
+      errors: whether the second result is wanted.
+
+    Returns:
+      This device's part of each sum, and `[*shape]` what it could not send of its own leaf, and of
+      the sums that it added up; None if not wanted.
+    """
+    keys: Any = [(None, None)] * len(xs)
+    if key is not None:
+        keys = [jax.random.split(jax.random.fold_in(key, i)) for i in range(len(xs))]
+    axes = tuple(a for a, n in chunks[0].axes if n > 1)
+    split = [c.split(x) for c, x in zip(chunks, xs, strict=True)]
+    sent = [_rounded(x, k[0]) for x, k in zip(split, keys, strict=True)]
+    wire = jax.lax.all_to_all(pack(sent), axes, split_axis=0, concat_axis=0, tiled=True)
+    received = unpack(wire, [c.blocks for c in chunks])
+    sums = [jnp.sum(dequantise(q, x.dtype), axis=0) for q, x in zip(received, xs, strict=True)]
+    shares = [s[None] for s in sums]
+    lost: list[Any] = [None] * len(xs)
+    for rest in dict.fromkeys(c.rest for c in chunks):
+        group = [i for i, c in enumerate(chunks) if c.rest == rest]
+        if not set(rest) & set(axes):  # scattered over all axes that have several devices
+            for i in group if rest and typed else ():
+                shares[i] = _gather(sums[i], rest, typed=typed)
+            continue
+        along = rest if typed else tuple(a for a in rest if a in axes)
+        again = [_rounded(sums[i], keys[i][1]) for i in group]
+        wire = _gather(pack(again), along, typed=typed)
+        gathered = unpack(wire, [chunks[i].blocks for i in group])
+        for i, own, q in zip(group, again, gathered, strict=True):
+            shares[i] = dequantise(q, xs[i].dtype)
+            lost[i] = sums[i] - dequantise(own, xs[i].dtype)
+    totals = [c.mean_part(x) for c, x in zip(chunks, shares, strict=True)]
+    if not errors:
+        return totals, [None] * len(xs)
+    kept = []
+    for c, x, q, loss in zip(chunks, split, sent, lost, strict=True):
+        error = x - dequantise(q, x.dtype)
+        if loss is not None:
+            mine = jnp.arange(c.count)[:, None, None] == me
+            error = error + jnp.where(mine, loss[None], 0)
+        kept.append(c.leaf(error))
+    return totals, kept
+
+
+def _gather(x: jax.Array, axes: tuple[str, ...], *, typed: bool) -> jax.Array:
+    """Returns what all devices along axes have, `[devices, ...]`, the same on all of them."""
+    to = {"to": "invarying"} if typed else {}
+    gathered: jax.Array = jax.lax.all_gather(x[None], axes, axis=0, tiled=True, **to)
+    return gathered
+
+
+def _rounded(x: jax.Array, key: jax.Array | None) -> Quantised:
+    return quantise(x, None if key is None else jax.random.uniform(key, x.shape, x.dtype))

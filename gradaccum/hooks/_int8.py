@@ -17,7 +17,7 @@ from gradaccum._specs import spec_of
 from gradaccum._state import Residual
 from gradaccum._unreduced import flatten
 from gradaccum.hooks._averaging import Local, average, is_compressible
-from gradaccum.hooks._blocks import Chunks, Quantised, dequantise, pack, quantise, unpack
+from gradaccum.hooks._blocks import Chunks, summed
 from gradaccum.hooks._residual import zero_residual
 
 API = "int8_quantize"
@@ -102,12 +102,11 @@ class int8_quantize:  # noqa: N801 (as DDP's hooks)
       ...     x = jax.random.normal(jax.random.key(0), (8, 4096))
       ...     _, rows = grad_fn(jnp.zeros(4096), x)
       ...     exact = gradaccum.mean(rows)
-      ...     state = hook.init(rows)
-      ...     sent = jnp.zeros(4096)
-      ...     for _ in range(50):
+      ...     def step(state, _):
       ...         mean, state = hook(rows, state)
-      ...         sent += mean
-      >>> print(f"{jnp.abs(mean - exact).max():.2f} {jnp.abs(sent / 50 - exact).max():.4f}")
+      ...         return state, mean
+      ...     _, means = jax.jit(lambda: jax.lax.scan(step, hook.init(rows), length=50))()
+      >>> print(f"{abs(means[0] - exact).max():.2f} {abs(means.mean(axis=0) - exact).max():.4f}")
       0.01 0.0002
 
     References:
@@ -201,7 +200,7 @@ class int8_quantize:  # noqa: N801 (as DDP's hooks)
             with jax.named_scope("gradaccum/mean"):
                 wide = [sums[i].astype(_wide(sums[i].dtype)) for i in leaves]
                 # The mean of the devices' residuals is what the mean lacks.
-                share = [self._weight(total.weight, i, local) / r for i in leaves]
+                share = [_weight(total.weight, local.which[i]) / r for i in leaves]
                 if self.error_feedback:
                     wide = [
                         x + (c * residuals[i]).astype(x.dtype)
@@ -216,10 +215,6 @@ class int8_quantize:  # noqa: N801 (as DDP's hooks)
                         new[i] = jnp.where(keep, kept, residuals[i].astype(kept.dtype))
         means = [local.divided(x, i, total.weight) for i, x in enumerate(totals)]
         return means, new, shared + 1 if self._has_state else shared
-
-    def _weight(self, weights: Sequence[jax.Array], leaf: int, local: Local) -> jax.Array:
-        i = local.which[leaf]
-        return jnp.ones((), jnp.float32) if i is None else weights[i]
 
     def _exchange(
         self, xs: list[jax.Array], leaves: list[int], local: Local, means: Any
@@ -239,7 +234,7 @@ class int8_quantize:  # noqa: N801 (as DDP's hooks)
             xs: list[jax.Array], me: jax.Array, key: jax.Array | None
         ) -> tuple[list[jax.Array], list[Any]]:
             chunks = [self._chunks(x.shape, i, local) for x, i in zip(xs, leaves, strict=True)]
-            return self._sum(xs, chunks, me, key, typed=typed)
+            return summed(xs, chunks, me, key, typed=typed, errors=self.error_feedback)
 
         automatic = local.layouts.automatic
         if automatic:
@@ -254,71 +249,9 @@ class int8_quantize:  # noqa: N801 (as DDP's hooks)
             )
         return exchange(xs, me, key)
 
-    def _sum(
-        self,
-        xs: list[jax.Array],
-        chunks: list[Chunks],
-        me: jax.Array,
-        key: jax.Array | None,
-        *,
-        typed: bool,
-    ) -> tuple[list[jax.Array], list[Any]]:
-        """Returns the sums, this device's parts of them, and what of them it has to send yet.
 
-        Args:
-          xs: this device's leaves.
-          chunks: of each, over the same axes.
-          me: the index of this device along these.
-          key: for stochastic rounding, this device's own.
-          typed: values have varying axes.
-        """
-        keys: Any = [(None, None)] * len(xs)
-        if key is not None:
-            keys = [jax.random.split(jax.random.fold_in(key, i)) for i in range(len(xs))]
-        split = [c.split(x) for c, x in zip(chunks, xs, strict=True)]
-        sent = [_rounded(x, k[0]) for x, k in zip(split, keys, strict=True)]
-        axes = tuple(a for a, n in chunks[0].axes if n > 1)
-        wire = jax.lax.all_to_all(pack(sent), axes, split_axis=0, concat_axis=0, tiled=True)
-        received = unpack(wire, [c.blocks for c in chunks])
-        sums = [jnp.sum(dequantise(q, x.dtype), axis=0) for q, x in zip(received, xs, strict=True)]
-        shares = dict(enumerate(s[None] for s in sums))
-        corrected: dict[int, jax.Array] = {}
-        for rest in dict.fromkeys(c.rest for c in chunks):
-            group = [i for i, c in enumerate(chunks) if c.rest == rest]
-            wanted = tuple(a for a in rest if typed or a in axes)
-            if not set(wanted) & set(axes):  # scattered over all that have several devices
-                for i in group if wanted else ():
-                    shares[i] = _gather(sums[i], wanted, typed=typed)
-                continue
-            again = [_rounded(sums[i], keys[i][1]) for i in group]
-            gathered = unpack(
-                _gather(pack(again), wanted, typed=typed), [chunks[i].blocks for i in group]
-            )
-            for i, own, q in zip(group, again, gathered, strict=True):
-                shares[i] = dequantise(q, xs[i].dtype)
-                corrected[i] = sums[i] - dequantise(own, xs[i].dtype)
-        totals = [c.mean_part(shares[i]) for i, c in enumerate(chunks)]
-        if not self.error_feedback:
-            return totals, [None] * len(xs)
-        errors = []
-        for i, c in enumerate(chunks):
-            error = split[i] - dequantise(sent[i], xs[i].dtype)
-            if i in corrected:  # the owner of a chunk has what was lost of its sum
-                mine = jnp.arange(c.count)[:, None, None] == me
-                error = error + jnp.where(mine, corrected[i][None], 0)
-            errors.append(c.leaf(error))
-        return totals, errors
-
-
-def _gather(x: jax.Array, axes: tuple[str, ...], *, typed: bool) -> jax.Array:
-    """Returns what all devices along axes have, `[devices, ...]`, the same on all of them."""
-    to = {"to": "invarying"} if typed else {}
-    gathered: jax.Array = jax.lax.all_gather(x[None], axes, axis=0, tiled=True, **to)
-    return gathered
-
-
-def _rounded(x: jax.Array, key: jax.Array | None) -> Quantised:
-    return quantise(x, None if key is None else jax.random.uniform(key, x.shape, x.dtype))
+def _weight(weights: Sequence[jax.Array], place: int | None) -> jax.Array:
+    return jnp.ones((), jnp.float32) if place is None else weights[place]
 
 
 def _wide(dtype: Any) -> Any:

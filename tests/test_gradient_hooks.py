@@ -21,7 +21,7 @@ WITHIN = 3e-5  # of the largest entry of a leaf, float32
 
 FACTORS = {
     "layout": (
-        *("replicated", "zero", "fsdp", "hsdp"),
+        *("replicated", "fsdp", "hsdp"),
         *("auto-fsdp", "manual-fsdp", "typed-fsdp"),
     ),
     "axis": ("Auto", "Explicit"),

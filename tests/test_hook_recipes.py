@@ -47,10 +47,8 @@ KINDS = {
     "closed over": (AxisType.Auto, closed_over, {}),
     "closed over, typed": (AxisType.Auto, closed_over, {"check_vma": True}),
     "held": (AxisType.Auto, held, {}),
-    "held, typed": (AxisType.Auto, held, {"check_vma": True}),
     "held, Explicit": (AxisType.Explicit, held, {}),
     "held, Explicit, typed": (AxisType.Explicit, held, {"check_vma": True}),
-    "held, by value": (AxisType.Explicit, held, {"fused": False}),
 }
 
 

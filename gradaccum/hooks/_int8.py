@@ -82,10 +82,12 @@ class int8_quantize:  # noqa: N801 (as DDP's hooks)
     Cost:
       Of N float32 entries on n devices each device sends (n - 1) / n of N + 4 N / block_size bytes
       in the all-to-all, as much in the all-gather, where an all-reduce sends 8 N: about a quarter.
-      Compiled for a TPU (v5e:2x4, n = 8), 4,194,304 entries: s8 all-to-all and all-gather of
-      4,259,840 bytes each, 7,454,727 sent; all-reduce f32 of 16,777,220 bytes, 29,360,135 sent.
-      Each leaf is padded to n blocks. Memory: about 2 bytes an entry on the way. The arithmetic,
-      some passes over the leaf, costs what a fast network would not have: it is for slow ones.
+      Compiled for a TPU (v5e:2x4, n = 8), of 4,194,304 entries: s8 all-to-all and all-gather of
+      4,259,840 bytes each, 7,454,727 sent by each device; scattered 3,727,367. An all-reduce in
+      float32 sends 29,360,135 there, a reduce-scatter 14,680,071. Each leaf is padded to n blocks.
+      Rounding is not free, it is for slow networks: there it moves 46 bytes an entry through memory
+      where the all-reduce moves 16, and needs 4 more meanwhile; all but twice that with error
+      feedback and stochastic rounding.
       Beside an automatic model axis of m devices, leaves whose layout on it neither `grad_specs`
       nor an Explicit axis tells are gathered over it first, so that all is m times as dear: name
       the axis in `grad_specs`.

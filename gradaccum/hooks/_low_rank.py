@@ -60,7 +60,7 @@ def orthonormal(xs: Sequence[jax.Array], rank: jax.Array | int) -> list[jax.Arra
         return [_with_column(i, x, basis) for x, basis in zip(xs, bases, strict=True)]
 
     bases = jax.lax.fori_loop(0, rank, next_column, [zeros_of(jax.typeof(x)) for x in xs])
-    return [jnp.where(is_finite(x), b, jnp.nan) for x, b in zip(xs, bases, strict=True)]
+    return [jnp.where(_is_finite(x), b, jnp.nan) for x, b in zip(xs, bases, strict=True)]
 
 
 def _with_column(i: jax.Array, x: jax.Array, basis: jax.Array) -> jax.Array:
@@ -75,7 +75,7 @@ def _with_column(i: jax.Array, x: jax.Array, basis: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(basis, v, i, axis=-1)
 
 
-def unit_columns(x: jax.Array, instead: jax.Array) -> jax.Array:
+def _unit_columns(x: jax.Array, instead: jax.Array) -> jax.Array:
     """Returns the columns `[..., m, r]` at norm 1; where one vanished, that of `instead`."""
     units, norms = _unit(x)
     return jnp.where(norms > 0, units, instead)
@@ -86,9 +86,16 @@ def random_columns(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.normal(key, shape, jnp.float32) / jnp.sqrt(jnp.float32(shape[-2]))
 
 
-def is_finite(x: jax.Array) -> jax.Array:
+def _is_finite(x: jax.Array) -> jax.Array:
     """Whether a whole matrix is: bool `[..., 1, 1]`."""
     return jnp.all(jnp.isfinite(x), axis=(-2, -1), keepdims=True)
+
+
+def next_factor(factor: jax.Array, drawn: jax.Array, old: jax.Array) -> jax.Array:
+    """Returns the right factors to begin with next: the old ones, where there was no gradient."""
+    new = _unit_columns(factor, drawn.astype(factor.dtype))
+    known = _is_finite(factor) & jnp.any(factor != 0, axis=(-2, -1), keepdims=True)
+    return jnp.where(known, new, old.astype(factor.dtype))
 
 
 class Side(NamedTuple):

@@ -20,10 +20,9 @@ from gradaccum.hooks._averaging import Local, average
 from gradaccum.hooks._low_rank import (
     Matrix,
     completed,
-    is_finite,
+    next_factor,
     orthonormal,
     random_columns,
-    unit_columns,
     whole_shape,
 )
 from gradaccum.hooks._residual import zero_residual
@@ -149,8 +148,9 @@ class powersgd:  # noqa: N801 (as DDP's hooks)
             for i, (x, h) in enumerate(zip(leaves, has, strict=True))
         ]
         residual = zero_residual(API, self.axis_name, unreduced, has)
+        count = jnp.zeros((), jnp.int32)
         return PowerSGDState(
-            count=jnp.zeros((), jnp.int32),
+            count=_everywhere(count, leaves[0]) if leaves else count,
             q=tree.unflatten(q),
             residual=residual if self.error_feedback else None,
         )
@@ -224,7 +224,7 @@ class powersgd:  # noqa: N801 (as DDP's hooks)
                 mean = matrices[i].mean(basis[i], factor)
                 residuals[i] = matrices[i].left_over(mean)
                 if q[i] is not None:
-                    q[i] = _next_factor(factor, drawn[i], q[i])
+                    q[i] = next_factor(factor, drawn[i], q[i])
                 layout = local.layouts.leaves[i]
                 means.append(_reduce.cut(mean, layout.cut))
         return means, residuals, q
@@ -246,12 +246,10 @@ class powersgd:  # noqa: N801 (as DDP's hooks)
 
     def _first(self, leaf: int, x: Unreduced) -> jax.Array:
         shape = x.sum.shape[1:]
-        q: jax.Array = self._draw(leaf, (*shape[:-2], shape[-1], self.rank), 0)
-        placed = None if isinstance(x.sum, jax.core.Tracer) else x.sum.sharding
-        if isinstance(placed, NamedSharding):
-            return jnp.asarray(jax.device_put(q, NamedSharding(placed.mesh, PartitionSpec())))
+        q = self._draw(leaf, (*shape[:-2], shape[-1], self.rank), 0)
         # In a manual region over model axes each device has a matrix of its own.
-        return vary(q, varying_axes(x.sum).difference(axis_tuple(x.axis_name)))
+        own = varying_axes(x.sum).difference(axis_tuple(x.axis_name))
+        return vary(_everywhere(q, x), own)
 
     def _check_state(self, named: dict[str, Unreduced], q: Sequence[Any], kept: Any) -> None:
         """Raises ValueError if the state is not one of these gradients and this hook."""
@@ -271,16 +269,17 @@ class powersgd:  # noqa: N801 (as DDP's hooks)
             )
 
 
+def _everywhere(value: jax.Array, like: Unreduced) -> jax.Array:
+    """Places a value on all devices, as later steps will: else the second one compiles again."""
+    placed = None if isinstance(like.sum, jax.core.Tracer) else like.sum.sharding
+    if not isinstance(placed, NamedSharding):
+        return value
+    return jnp.asarray(jax.device_put(value, NamedSharding(placed.mesh, PartitionSpec())))
+
+
 def _described(factors: tuple[int, ...] | None, residual: bool) -> str:
     shape = "no factors" if factors is None else f"factors {factors}"
     return f"{shape} and {'a' if residual else 'no'} residual"
-
-
-def _next_factor(factor: jax.Array, drawn: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns the right factors to begin with next: the old ones, where there was no gradient."""
-    new = unit_columns(factor, drawn.astype(factor.dtype))
-    known = is_finite(factor) & jnp.any(factor != 0, axis=(-2, -1), keepdims=True)
-    return jnp.where(known, new, old.astype(factor.dtype))
 
 
 def _as(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -70,9 +70,9 @@ class powersgd:  # noqa: N801 (as DDP's hooks)
     (float64 of such). Where `axis_name` names some of the axes, the sum over the others comes
     first, in full; of gradients that are scattered there (HSDP) the whole matrix is approximated
     all the same, and their factors are put together by two small `psum` over those axes. Model axes
-    stay with XLA's partitioner, which gathers no matrix over them: in your own `jax.shard_map` with
-    manual ones, each device's shard is a matrix of its own, and so are its factors (their specs in
-    `q`: stacked along that axis).
+    stay with XLA's partitioner, which gathers no matrix over them (and may send the second `psum`
+    in two, one awaiting sums over them). In your own `jax.shard_map` with manual ones, each
+    device's shard is a matrix of its own, and so are its factors: put that axis into their specs.
 
     Args:
       rank: r, the columns of the factors. 1, 2 and 4 are common.

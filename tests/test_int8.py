@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from gradaccum import Unreduced
 from gradaccum.hooks import int8_quantize
+from gradaccum.hooks._blocks import quantise
 
 jit = functools.partial(jax.jit, compiler_options=helpers.COMPILE_FAST)
 N, BLOCK = 8, 32
@@ -71,8 +72,11 @@ def mixed_sizes(seed=0):
     return (sums * np.repeat(10.0 ** (np.arange(4 * N) % 9 - 4), BLOCK)).astype(np.float32)
 
 
-@ROUNDING
-@pytest.mark.parametrize("compiled", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    ("rounding", "compiled"),
+    [("nearest", True), ("nearest", False), ("stochastic", True)],
+    ids=["nearest", "eager", "stochastic"],
+)
 def test_each_entry_is_within_the_bound_of_its_block(mesh, rounding, compiled):
     sums = mixed_sizes()
     rows = rows_of(mesh, {"w": sums})
@@ -241,3 +245,12 @@ def test_zeros_and_subnormal_numbers(mesh):
         np.testing.assert_allclose(
             mean[2 * BLOCK : 4 * BLOCK], sums[0, 2 * BLOCK : 4 * BLOCK], 0.01
         )
+
+
+def test_a_block_of_zeros_divides_by_nothing():
+    with jax.debug_nans(True):
+        blocks = quantise(jnp.array([[0.0, 0.0], [1e-39, -1e-39]]))
+        assert not np.any(blocks.values)
+        assert not np.any(blocks.scales)
+        with pytest.raises(FloatingPointError):
+            quantise(jnp.array([[jnp.inf, 1.0]]))  # the check sees it

@@ -13,8 +13,9 @@ from optax.microbatching import AccumulationType
 
 from gradaccum import _checks
 from gradaccum._arguments import Selection
+from gradaccum._comm import check_hook
 from gradaccum._decorated import Accumulated
-from gradaccum._hook_registry import as_hooks, check_comm_hook
+from gradaccum._hook_registry import as_hooks
 from gradaccum._mesh import UNSET, AxisName, Unset, check_axes
 from gradaccum._options import Options
 from gradaccum._specs import Specs
@@ -220,7 +221,7 @@ def accumulate(
         unroll=_checks.check_count("unroll", unroll, "microbatches per iteration"),
         hooks=as_hooks("hook", hook),
         post_accumulate_hooks=as_hooks("post_accumulate_hook", post_accumulate_hook),
-        comm_hook=check_comm_hook(comm_hook),
+        comm_hook=check_hook(_checks.API, comm_hook),
     )
 
     def decorate(fun: Callable[..., Any]) -> Accumulated:

@@ -55,8 +55,7 @@ def all_reduce_mean(
       -7.5
     """
     api = "all_reduce_mean"
-    if comm_hook is not None:
-        _comm.check_hook(api, comm_hook)
+    _comm.check_hook(api, comm_hook)
     if axis_name is None:
         raise ValueError(f"{api}: axis_name is None; name the data axis or axes of the mesh.")
     axes = checked_axes(api, axis_name, mesh)

@@ -19,8 +19,10 @@ from gradaccum._unreduced import Unreduced, is_unreduced, new_guard
 from gradaccum._unreduced_checks import kind_of
 
 
-def check_hook(api: str, hook: Any) -> None:
-    """Raises TypeError for what is no communication hook."""
+def check_hook(api: str, hook: Any) -> Any:
+    """Returns a communication hook, or None as it is; raises TypeError for anything else."""
+    if hook is None:
+        return None
     if isinstance(hook, type):
         raise TypeError(
             f"{api}: comm_hook is the class {hook.__name__}; give an instance: "
@@ -38,6 +40,7 @@ def check_hook(api: str, hook: Any) -> None:
             f"{api}: comm_hook {type(hook).__name__} is not hashable ({e}); it is part of a "
             "program's cache key. Make it a dataclasses.dataclass(frozen=True) of hashable fields."
         ) from e
+    return hook
 
 
 def unreduced_of(

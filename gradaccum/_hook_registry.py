@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gradaccum._checks import API
+from gradaccum._comm import check_hook
 from gradaccum._options import Options
 
 Hook = Callable[..., Any]
@@ -55,24 +56,6 @@ def _check_hash(kind: str, hook: Any) -> None:
         ) from None
 
 
-def check_comm_hook(hook: Any) -> Any:
-    """Returns a communication hook, or raises TypeError for what is none."""
-    if hook is None:
-        return None
-    if isinstance(hook, type):
-        raise TypeError(
-            f"{API}: comm_hook is the class {hook.__name__}; give an object of it: "
-            f"{hook.__name__}()."
-        )
-    if not callable(hook) or not callable(getattr(hook, "init", None)):
-        raise TypeError(
-            f"{API}: comm_hook is {hook!r}; it must have init(unreduced) -> state and be callable, "
-            "(unreduced, state) -> (mean, state), as those of gradaccum.hooks are."
-        )
-    _check_hash("comm_hook", hook)
-    return hook
-
-
 class HookHandle:
     """What a `register_*` method returns: `remove()` takes the hook off again."""
 
@@ -112,7 +95,7 @@ class Registry:
     def add(self, kind: str, hook: Any) -> HookHandle:
         """Registers a hook, or raises ValueError, TypeError."""
         self._check_unused(f"register_{kind}")
-        hook = check_comm_hook(hook) if kind == "comm_hook" else _check_hook(kind, hook)
+        hook = check_hook(API, hook) if kind == "comm_hook" else _check_hook(kind, hook)
         if kind == "comm_hook" and (hook is None or self._options_now().comm_hook is not None):
             self._refuse_comm_hook(hook)
         handle = HookHandle(self, kind)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from optax.microbatching import AccumulationType
 
-from gradaccum import _call, _checks, _gradient_hooks, _unreduced_checks
+from gradaccum import _call, _checks, _device, _gradient_hooks, _unreduced_checks
 from gradaccum._accumulate import accumulate
 from gradaccum._arguments import Role
 from gradaccum._decorated import Accumulated, Method
@@ -129,7 +129,7 @@ class _Static:
 class _Found(NamedTuple):
     """What a trace of one device learned."""
 
-    device: _call.OneDevice
+    device: _device.OneDevice
     weight: int  # of its row, by a count of microbatches or examples
 
 
@@ -140,7 +140,7 @@ def _local(call: Call, layouts: Layouts, found: list[_Found], *arrays: jax.Array
     roles = zip(arrays, call.form.roles, strict=True)
     examples = next(x.shape[0] for x, role in roles if role is Role.BATCH) // k
     factor = examples if options.weight_fn is None else 1  # the weight of a microbatch, beside w
-    one = _call.accumulate(
+    one = _device.accumulate(
         call, layouts, arrays, scale=float(factor) if mean else 1.0, replicated=False
     )
     found.append(_Found(one, k * factor if mean else k))

@@ -33,10 +33,7 @@ def check_arguments(opt: Any, use_grad_mean: Any) -> None:
 
 def check_comm_hook(hook: Any, axis_name: Any) -> None:
     """Raises TypeError for no communication hook, ValueError where no data axis is named."""
-    if hook is None:
-        return
-    check_hook("MultiSteps", hook)
-    if axis_name is None:
+    if check_hook("MultiSteps", hook) is not None and axis_name is None:
         raise ValueError(
             f"MultiSteps: comm_hook={hook!r} without axis_name: plain gradients are averaged "
             "already. Give the data axes, and Unreduced gradients."

@@ -240,7 +240,7 @@ def test_the_state_can_be_donated():
 def test_a_state_goes_through_a_checkpoint(tmp_path):
     """With a residual: saved in mid-window and restored, a run goes on bitwise."""
     mesh = mesh_of()
-    hook = hooks.int8_quantize(error_feedback=True, min_size=1)
+    hook = hooks.int8_quantize(error_feedback=True, min_size=1, block_size=8)
     tx = gradaccum.MultiSteps(optax.sgd(1.0), 2, axis_name="dp", mesh=mesh, comm_hook=hook)
     whole = steps(tx, mesh, range(6))
     with ocp.StandardCheckpointer() as checkpointer:
@@ -258,7 +258,7 @@ def test_a_state_goes_through_a_checkpoint(tmp_path):
 def test_a_residual_moves_to_other_devices(n):
     """The mean of what is kept stays: 8 rows become n, and n become 8 again."""
     big, small = mesh_of(), mesh_of(n)
-    hook = hooks.int8_quantize(error_feedback=True, min_size=1)
+    hook = hooks.int8_quantize(error_feedback=True, min_size=1, block_size=8)
     tx = gradaccum.MultiSteps(optax.sgd(1.0), 2, axis_name="dp", comm_hook=hook)
     with jax.set_mesh(big):
         _, state = steps(tx, big, range(2))[-1]

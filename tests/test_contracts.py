@@ -7,7 +7,7 @@ from jax.extend import core as jex_core
 from jax.sharding import AxisType
 
 import gradaccum
-from gradaccum import _call, _loop, _normalise, _trace
+from gradaccum import _device, _loop, _normalise, _trace
 
 
 def loss_fn(params, batch):
@@ -30,13 +30,13 @@ def test_unbroken():
 
 
 def split_into_too_many(monkeypatch):
-    split = _call.split
-    monkeypatch.setattr(_call, "split", lambda x, k: split(x, 2 * k))
+    split = _device.split
+    monkeypatch.setattr(_device, "split", lambda x, k: split(x, 2 * k))
 
 
 def transpose_the_split(monkeypatch):
-    split = _call.split
-    monkeypatch.setattr(_call, "split", lambda x, k: jnp.concatenate([split(x, k)] * 2, axis=1))
+    split = _device.split
+    monkeypatch.setattr(_device, "split", lambda x, k: jnp.concatenate([split(x, k)] * 2, axis=1))
 
 
 def weigh_each_row(monkeypatch):

@@ -170,10 +170,10 @@ class Unhashable:
 
 
 COMM_HOOKS = {
-    "class": (passes, r"comm_hook is the class passes; give an object of it: passes\(\)"),
+    "class": (passes, r"comm_hook is the class passes; give an instance: comm_hook=passes\(\)"),
     "function": (lambda u, s: (u, s), r"must have init\(unreduced\) -> state and be callable"),
     "no call": (type("Half", (), {"init": lambda self, u: ()})(), r"must have init.*be callable"),
-    "no hash": (Unhashable(), r"comm_hook, a Unhashable, has no hash.*frozen dataclass"),
+    "no hash": (Unhashable(), r"comm_hook Unhashable is not hashable .*frozen=True"),
 }
 
 

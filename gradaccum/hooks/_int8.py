@@ -85,9 +85,9 @@ class int8_quantize:  # noqa: N801 (as DDP's hooks)
       Compiled for a TPU (v5e:2x4, n = 8), of 4,194,304 entries: s8 all-to-all and all-gather of
       4,259,840 bytes each, 7,454,727 sent by each device; scattered 3,727,367. An all-reduce in
       float32 sends 29,360,135 there, a reduce-scatter 14,680,071. Each leaf is padded to n blocks.
-      Rounding is not free, it is for slow networks: there it moves 46 bytes an entry through memory
-      where the all-reduce moves 16, and needs 4 more meanwhile; all but twice that with error
-      feedback and stochastic rounding.
+      Rounding is not free, it is for slow networks: 46 bytes an entry cross the memory, where the
+      all-reduce has 16, by the compiler's count, and 4 more are held meanwhile; with error feedback
+      and stochastic rounding 187 and 9.
       Beside an automatic model axis of m devices, leaves whose layout on it neither `grad_specs`
       nor an Explicit axis tells are gathered over it first, so that all is m times as dear: name
       the axis in `grad_specs`.

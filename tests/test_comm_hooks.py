@@ -13,7 +13,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from helpers import assert_close
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradaccum
@@ -448,3 +448,29 @@ def test_unknown_axes_of_a_hook():
     hook = hooks.bf16_compress(axis_name="replica")
     with pytest.raises(ValueError, match=re.escape("axis_name='replica', but the gradients are")):
         jax.eval_shape(lambda g: hook(g, ()), grads)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    ("sizes", "axes", "slow", "spec", "want"),
+    [
+        ({"dp": 8}, "dp", None, P(), P("dp")),
+        ({"replica": 2, "fsdp": 4}, ("replica", "fsdp"), "replica", P("fsdp"), ("replica", "fsdp")),
+        ({"dp": 4, "mp": 2}, "dp", None, P(None, "mp"), ("dp", None, "mp")),
+    ],
+    ids=["replicated", "hsdp", "model"],
+)
+def test_a_residual_is_laid_out_by_a_jitted_init_too(sizes, axes, slow, spec, want, kind):
+    """One row a device along the compressed axes; split as the gradient is over the others."""
+    mesh = layouts.mesh_of(sizes, kind)
+    hook = hooks.int8_quantize(slow, error_feedback=True, min_size=1, block_size=8)
+    tx = gradaccum.MultiSteps(optax.sgd(1.0), 2, axis_name=axes, comm_hook=hook)
+    with jax.set_mesh(mesh):
+        param = jax.device_put(jnp.ones((16, 32)), NamedSharding(mesh, spec))
+        eager, compiled = tx.init(param), jax.jit(tx.init)(param)
+    for state in (eager, compiled):
+        rows = state.comm_state.residual.rows
+        assert rows.shape == (sizes[slow or axes], 16, 32)
+        # Auto axes do not say, under jit, what splits the parameter over data axes.
+        known = want if kind is AxisType.Explicit or state is eager or not slow else (slow,)
+        assert rows.sharding.is_equivalent_to(NamedSharding(mesh, P(*known)), 3), rows.sharding

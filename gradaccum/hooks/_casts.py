@@ -129,7 +129,7 @@ class bf16_compress(_Stateless):  # noqa: N801
 
     Communication: one `psum` over the data axes (two where `axis_name` names some of them, the
     first in full). Scalars, weights, integers and complex leaves travel as they are; float64 is
-    rounded to bfloat16 too. The error is that of rounding, 2^-9 of the largest row, and of adding n
+    rounded to bfloat16 too. The error is that of rounding, 2^-8 of each row, and of adding n
     rounded numbers in the order of the reduction; it has no memory (no error feedback).
 
     Args:

@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gradaccum._layout import Layout
 from gradaccum._mesh import AxisName, DataMesh, axis_tuple, vary, varying_axes
+from gradaccum._rows import zeros
 from gradaccum._specs import Dims, dims_of, only, spec_of, without
 from gradaccum._state import Residual
 from gradaccum._unreduced import Unreduced, flatten, where_of
@@ -64,8 +65,21 @@ def _zeros(x: Unreduced, rows: int, axes: tuple[str, ...], where: DataMesh) -> j
     shape = (rows, *x.sum.shape[1:])
     if named is not None:
         return jnp.zeros(shape, dtype, device=NamedSharding(named.mesh, spec_of([axes, *dims])))
-    zeros = jnp.zeros_like(x.sum, dtype=dtype)  # laid out as the rows are, also under jit
-    return zeros.reshape(rows, -1, *x.sum.shape[1:])[:, 0]
+    if where.explicit_axes:
+        spec = spec_of(only((axes, *dims), where.explicit_axes))
+        laid: jax.Array = jax.sharding.reshard(jnp.zeros(shape, dtype), _on(where, spec))
+        return laid
+    (zero,) = zeros([x.sum], [dtype])  # laid out as the rows are
+    zero = zero.reshape(rows, -1, *x.sum.shape[1:])[:, 0]
+    if not where.axis_names:
+        return zero
+    free: list[tuple[str, ...]] = [()] * (zero.ndim - 1 - len(dims))
+    spec = spec_of([axes, *dims, *free], PartitionSpec.UNCONSTRAINED)
+    return jnp.asarray(jax.lax.with_sharding_constraint(zero, _on(where, spec)))
+
+
+def _on(where: DataMesh, spec: PartitionSpec) -> PartitionSpec | NamedSharding:
+    return spec if where.mesh is None else NamedSharding(where.mesh, spec)
 
 
 def _kept_shape(x: Unreduced, where: DataMesh, axes: Sequence[str]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ after some ten steps). The model axis mp communicates in every microbatch, dp on
 
 Sharded state:      python -m absl_apps.train --sharding=fsdp --mesh=replica=2,dp=4
 Tensor parallel:    python -m absl_apps.train --mesh=dp=4,mp=2 --sequence_parallel
+Gradients in int8:  python -m absl_apps.train --comm_hook=int8_quantize:error_feedback=True
 Text of your own:  python -m absl_apps.train --data='books/*.txt' --workdir=runs/books
 """
 
@@ -26,7 +27,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import optax
@@ -36,68 +37,25 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradaccum
-from absl_apps import flag_parsing, layers, meshes, run_files, text_data, train_flags, transformer
+from absl_apps import (
+    comm_hooks,
+    flag_parsing,
+    layers,
+    meshes,
+    run_files,
+    text_data,
+    train_flags,
+    transformer,
+)
 from absl_apps.meshes import MODEL_AXIS
+from absl_apps.optimizers import make_optimizer, make_schedule
+from absl_apps.train_state import TrainState, gradient_specs, init_state, state_specs
 from gradaccum import audit
 
 FINAL_STEPS = 10  # the final loss is the mean over these: a single step's is noisy
 
 
-class TrainState(NamedTuple):
-    params: transformer.Params  # float32
-    opt_state: optax.OptState
-
-
-def init_state(
-    key: jax.Array, config: transformer.Config, tx: optax.GradientTransformation
-) -> TrainState:
-    params = transformer.init(key, config)
-    return TrainState(params, tx.init(params))
-
-
-def state_specs(
-    sharding: str,
-    config: transformer.Config,
-    tx: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh,
-) -> tuple[TrainState, transformer.Params]:
-    """Return how the state lies on the mesh, and how the gradients do."""
-    shapes = jax.eval_shape(lambda: init_state(jax.random.key(0), config, tx))
-    model = transformer.specs(MODEL_AXIS if MODEL_AXIS in mesh.shape else None)
-    split = jax.tree.map(
-        lambda x, spec: meshes.split_spec(x.shape, mesh, spec), shapes.params, model
-    )
-    params = split if sharding == "fsdp" else model
-    grads = model if sharding == "replicated" else split
-    # Moments lie as the gradients that they are made of; counts of steps are whole.
-    opt_state = optax.tree_map_params(
-        tx, lambda _, spec: spec, shapes.opt_state, grads, transform_non_params=lambda _: P()
-    )
-    return TrainState(params, opt_state), grads
-
-
 ############################################ The step ############################################
-
-
-def make_schedule(peak: float, warmup_steps: int | None, steps: int) -> optax.Schedule:
-    """Return a linear warmup and then a cosine to peak / 10; both count optimizer steps."""
-    warmup = steps // 10 if warmup_steps is None else warmup_steps
-    cosine = optax.cosine_decay_schedule(peak, max(1, steps - warmup), alpha=0.1)
-    if not warmup:
-        return cosine
-    # From peak / (warmup + 1): a first step at rate 0 would be wasted.
-    ramp = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
-    return optax.join_schedules([ramp, cosine], [warmup])
-
-
-def make_optimizer(name: str, learning_rate: optax.Schedule) -> optax.GradientTransformation:
-    """Return the optax optimizer of that name, after clipping to global norm 1."""
-    optimizers = {
-        "adamw": functools.partial(optax.adamw, b2=0.95),
-        "lion": optax.lion,
-        "sgd": functools.partial(optax.sgd, momentum=0.9),
-    }
-    return optax.chain(optax.clip_by_global_norm(1.0), optimizers[name](learning_rate))
 
 
 def make_step(
@@ -107,10 +65,16 @@ def make_step(
     tx: optax.GradientTransformation,
     sharding: str = "replicated",
     sequence_parallel: bool = False,
+    hooked: TrainState | None = None,
 ) -> Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]]:
-    """Return the jitted step (state, tokens [B, seq_len + 1]) -> (state, loss); donates state."""
-    specs, grad_specs = state_specs(sharding, config, tx, mesh)
-    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    """Return the jitted step (state, tokens [B, seq_len + 1]) -> (state, loss); donates state.
+
+    Where `tx` takes the mean itself, by a communication hook, `hooked` is how the state lies.
+    """
+    param_specs, grad_specs = gradient_specs(sharding, config, mesh)
+    where = hooked or jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), state_specs(sharding, config, tx, mesh)[0]
+    )
     model = (
         layers.sharded(MODEL_AXIS, sequence_parallel) if MODEL_AXIS in mesh.shape else layers.PLAIN
     )
@@ -121,7 +85,7 @@ def make_step(
         microbatches=microbatches,
         axis_name=meshes.data_axes(mesh),
         mesh=mesh,
-        in_specs=(specs.params,),
+        in_specs=(param_specs,),
         grad_specs=(grad_specs,),
     )
     def loss_fn(params: transformer.Params, tokens: jax.Array) -> jax.Array:
@@ -130,7 +94,11 @@ def make_step(
     # The state comes out as it went in: the next call of the compiled step takes it as it is.
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(where, NamedSharding(mesh, P())))
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, tokens)
+        if hooked:
+            loss, grads = gradaccum.unreduced_value_and_grad(loss_fn)(state.params, tokens)
+            loss = gradaccum.mean(loss)
+        else:
+            loss, grads = jax.value_and_grad(loss_fn)(state.params, tokens)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         # With zero, the updates are what is gathered: then parameters are updated in place.
         updates = jax.lax.with_sharding_constraint(updates, where.params)
@@ -149,9 +117,13 @@ def run_steps(
     steps: int,
     tokens_a_step: int,
     outputs: run_files.RunFiles,
-) -> list[float]:
-    """Take the steps and log each; return their losses. Exits at a loss that is not finite."""
+) -> tuple[list[float], dict[str, float]]:
+    """Take the steps and log each; return all losses, and what the hook measured at last.
+
+    Exits at a loss that is not finite.
+    """
     losses: list[float] = []
+    measured: dict[str, float] = {}
     tokens = load_batch(0)
     finished = time.monotonic()
     # disable=None: the bar shows on a terminal only.
@@ -168,9 +140,11 @@ def run_steps(
                 f"The steps before it are in {outputs.metrics_path}."
             )
         rate = tokens_a_step / (finished - started)
-        outputs.log(step=step, loss=losses[-1], tokens_per_second=rate)
-        bar.set_postfix(loss=f"{losses[-1]:.3f}", tokens_per_second=f"{rate:,.0f}")
-    return losses
+        measured = comm_hooks.measured(state.opt_state)
+        outputs.log(step=step, loss=losses[-1], **measured, tokens_per_second=rate)
+        shown = {"loss": f"{losses[-1]:.3f}"} | {k: f"{x:.1f}" for k, x in measured.items()}
+        bar.set_postfix(shown, tokens_per_second=f"{rate:,.0f}")
+    return losses, measured
 
 
 ########################################## The program ###########################################
@@ -191,6 +165,8 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         data_axes = meshes.data_axes(mesh)
         devices = math.prod(mesh.shape[axis] for axis in data_axes)
         train_flags.check_batch(FLAGS.global_batch, FLAGS.microbatches, devices)
+        hook = FLAGS.comm_hook and comm_hooks.parse(FLAGS.comm_hook)
+        comm_hooks.check_axes(hook, data_axes)
         chosen = [text_data.default_pattern()] if FLAGS.data is None else FLAGS.data
         files = text_data.find_files([part for text in chosen for part in text.split(",") if part])
         data = text_data.load(files, FLAGS.max_data_bytes)
@@ -206,7 +182,7 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     tx = make_optimizer(FLAGS.optimizer, make_schedule(peak, FLAGS.warmup_steps, FLAGS.steps))
 
     # Made in place, each device its own part: the whole state may not fit on one.
-    specs, _ = state_specs(FLAGS.sharding, config, tx, mesh)
+    specs, grad_specs = state_specs(FLAGS.sharding, config, tx, mesh)
     where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     init = jax.jit(lambda key: init_state(key, config, tx), out_shardings=where)
 
@@ -216,6 +192,12 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         return jax.device_put(tokens, NamedSharding(mesh, P(data_axes)))
 
     state = init(jax.random.key(FLAGS.seed))
+    hooked = None
+    if hook:
+        with errors_in_one_line():  # what the hook refuses
+            tx, opt_state = comm_hooks.chained(hook, tx, *state, grad_specs, mesh, data_axes)
+        state = TrainState(state.params, opt_state)
+        hooked = jax.tree.map(lambda x: x.sharding, state)
     entropy = text_data.unigram_entropy(data)
     along = " and ".join(data_axes)
     per_device = FLAGS.global_batch // (FLAGS.microbatches * devices)
@@ -234,13 +216,16 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
 
     ####################### One compilation: the step audited is the step run ######################
 
-    step_fn = make_step(
-        config, mesh, FLAGS.microbatches, tx, FLAGS.sharding, FLAGS.sequence_parallel
-    )
-    step_fn = step_fn.lower(state, load_batch(0)).compile()
+    options = FLAGS.sharding, FLAGS.sequence_parallel, hooked
+    step_fn = make_step(config, mesh, FLAGS.microbatches, tx, *options)
+    with errors_in_one_line() if hook else contextlib.nullcontext():
+        step_fn = step_fn.lower(state, load_batch(0))
+    step_fn = step_fn.compile()
     report = audit.collectives(step_fn, mesh=mesh)
     print(f"\nwhat one step communicates:\n{report}", flush=True)
-    audit.assert_one_reduction(step_fn, axis_name=data_axes, mesh=mesh)
+    audit.assert_one_reduction(
+        step_fn, axis_name=data_axes, mesh=mesh, conditional=comm_hooks.in_branch(hook)
+    )
     checked = "one cross-device mean: checked"
     print(f"one device along {along}: no mean" if devices == 1 else checked, flush=True)
     print()
@@ -260,18 +245,20 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
 
     outputs.describe(run)
     tokens_a_step = FLAGS.global_batch * FLAGS.seq_len
-    losses = run_steps(step_fn, state, load_batch, FLAGS.steps, tokens_a_step, outputs)
+    args = step_fn, state, load_batch, FLAGS.steps, tokens_a_step, outputs
+    losses, measured = run_steps(*args)
 
     ######################################## The end ##########################################
 
     last = losses[-FINAL_STEPS:]
-    run["final_loss"] = sum(last) / len(last)
+    run |= {"final_loss": sum(last) / len(last), **measured}
     run["seconds"] = time.monotonic() - started
     outputs.describe(run)
     print(
         f"final loss: {run['final_loss']:.3f} nats a byte, the mean of the last {len(last)} of "
         f"{FLAGS.steps} steps\n"
         f"byte-unigram entropy: {entropy:.3f} nats a byte\n"
+        f"{comm_hooks.told(measured)}"
         f"took {run['seconds']:.0f} s; files: {outputs.metrics_path} {outputs.run_path}",
         flush=True,
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from absl import flags
 
-from absl_apps import flag_parsing, meshes, transformer
+from absl_apps import comm_hooks, flag_parsing, meshes, transformer
 from absl_apps.meshes import DATA_AXIS, MODEL_AXIS, REPLICA_AXIS
 
 # How parameters, and gradients with the optimizer's state, lie on the data axes.
@@ -32,6 +32,7 @@ GROUPS = {
         "optimizer",
         "learning_rate",
         "warmup_steps",
+        "comm_hook",
     ),
     "Devices": ("mesh", "sharding", "sequence_parallel", "cpu_devices"),
     "Output": ("workdir",),
@@ -93,6 +94,15 @@ def define(values: flags.FlagValues) -> None:
         "Default: a tenth of --steps.",
         0,
     )
+    flags.DEFINE_string(
+        "comm_hook",
+        None,
+        "Communication hook that takes the mean, with its fields, as bf16_compress, "
+        "int8_quantize:error_feedback=True, powersgd:rank=4,start_step=20 or "
+        f"gradient_noise_scale:hook=bf16_compress; of {', '.join(comm_hooks.NAMES)}. "
+        "Default: none, an all-reduce.",
+        flag_values=values,
+    )
 
     flags.DEFINE_string(
         "mesh",
@@ -142,6 +152,10 @@ def define(values: flags.FlagValues) -> None:
     def _rate(rate: float | None) -> bool:
         return rate is None or math.isfinite(rate)
 
+    @flags.validator("comm_hook", flag_values=values)
+    def _comm_hook(text: str | None) -> bool:
+        return text is None or _valid(lambda: comm_hooks.parse(text))
+
     @flags.multi_flags_validator(["warmup_steps", "steps"], flag_values=values)
     def _warmup(steps: dict[str, int | None]) -> bool:
         if steps["warmup_steps"] is not None and steps["warmup_steps"] > steps["steps"]:
@@ -151,7 +165,7 @@ def define(values: flags.FlagValues) -> None:
             )
         return True
 
-    del _model, _mesh, _rate, _warmup  # registered
+    del _model, _mesh, _rate, _comm_hook, _warmup  # registered
 
 
 def check_axes(axes: dict[str, int]) -> None:

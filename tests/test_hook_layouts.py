@@ -23,16 +23,16 @@ SLOW = {
     "fp16": (hooks.fp16_compress(axis_name="replica"), 3e-3),
 }
 ODD = tuple(layouts.LAYOUTS)[::2]
-EVERYWHERE = ("replicated", "hsdp", "manual-fsdp", "auto-replicated")
+EVERYWHERE = ("replicated", "manual-fsdp", "auto-replicated")
 CASES = [
     pytest.param(layout, hook, within, decorated, id=f"{name}-{called}-{way}")
     for name, layout in layouts.LAYOUTS.items()
     for called, (hook, within) in HOOKS.items()
     for way, decorated in (("decorated", True), ("MultiSteps", False))
-    if name in EVERYWHERE or (called == "fp16") == decorated == (name in ODD) and called != "bf16"
+    if name in EVERYWHERE or ((called == "fp16") == decorated == (name in ODD) and called != "bf16")
 ] + [
     pytest.param(layouts.LAYOUTS[name], hook, within, decorated, id=f"{name}-slow-{called}-{way}")
-    for name in ("hsdp-replicated", "hsdp-zero", "hsdp")
+    for name in ("hsdp-replicated", "hsdp")
     for called, (hook, within) in SLOW.items()
     for way, decorated in (("decorated", True), ("MultiSteps", False))
 ]
@@ -57,8 +57,8 @@ def gradients(layout, hook, decorated, kind=AxisType.Auto):
     with jax.set_mesh(mesh):
         if decorated:
             fun = gradaccum.accumulate(loss_fn, microbatches=2, comm_hook=hook, **options)
-            step = layouts.jit(fun.value_and_grad())
-            return step(params, batch)[1], step.lower(params, batch).compile(), mesh
+            step = layouts.jit(fun.value_and_grad()).lower(params, batch).compile()
+            return step(params, batch)[1], step, mesh
         fun = gradaccum.unreduced_value_and_grad(loss_fn, **options)
         tx = gradaccum.MultiSteps(
             optax.scale(1.0), 2, axis_name=options["axis_name"], mesh=mesh, comm_hook=hook
@@ -77,8 +77,10 @@ def gradients(layout, hook, decorated, kind=AxisType.Auto):
         for half in range(2):
             chosen = rows[:, half].reshape(-1)
             part = {name: x[chosen] for name, x in batch.items()}
+            if half == 0:  # one program serves both calls: the state's types do not change
+                step = step.lower(params, state, part).compile()
             updates, state = step(params, state, part)
-        return updates, step.lower(params, state, part).compile(), mesh
+        return updates, step, mesh
 
 
 @pytest.mark.parametrize(("layout", "hook", "within", "decorated"), CASES)
@@ -92,7 +94,7 @@ def test_the_mean_is_the_full_batchs(layout, hook, within, decorated):
 
 
 @pytest.mark.parametrize("decorated", [True, False], ids=["decorated", "MultiSteps"])
-@pytest.mark.parametrize("name", ["replicated", "fsdp", "hsdp", "named-fsdp", "manual-fsdp"])
+@pytest.mark.parametrize("name", ["fsdp", "hsdp", "named-fsdp", "manual-fsdp"])
 def test_explicit_axes(name, decorated):
     got, _, mesh = gradients(
         layouts.LAYOUTS[name], hooks.fp16_compress(), decorated, AxisType.Explicit

@@ -21,6 +21,7 @@ from gradaccum._rows import settle, zero_rows, zeros
 from gradaccum._state import MultiStepsState, as_before, own_buffers, strong, zeros_of
 from gradaccum._unreduced import Unreduced, is_unreduced
 from gradaccum._window_checks import (
+    check_comm_state,
     check_extra,
     check_gradients,
     check_our_state,
@@ -106,6 +107,7 @@ class Window:
         self, updates: Any, state: MultiStepsState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, MultiStepsState]:
         check_our_state(state, rows=self.axis_name is not None)
+        check_comm_state(state, self.comm_hook)
         given = read(API, updates, self.axis_name, self.mesh)
         tree: Any
         acc, tree = jax.tree.flatten(state.acc_grads)
@@ -138,6 +140,7 @@ class Window:
         self, state: MultiStepsState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, MultiStepsState]:
         check_our_state(state, rows=self.axis_name is not None)
+        check_comm_state(state, self.comm_hook)
         acc = jax.tree.leaves(state.acc_grads)
         where = None
         if self.axis_name is not None:

@@ -40,6 +40,16 @@ def check_comm_hook(hook: Any, axis_name: Any) -> None:
         )
 
 
+def check_comm_state(state: Any, hook: Any) -> None:
+    """Raises ValueError if a state holds that of a communication hook, and there is none."""
+    if hook is None and jax.tree.leaves(state.comm_state):
+        raise ValueError(
+            f"MultiSteps: the state holds a {type(state.comm_state).__name__} of a communication "
+            "hook, but comm_hook was not given. Give the hook that it is of; or, to go on without, "
+            "state._replace(comm_state=())."
+        )
+
+
 def _misfits(paths: Sequence[str], got: Sequence[Any], wanted: Sequence[Any]) -> str:
     triples = zip(paths, got, wanted, strict=True)
     return "; ".join(

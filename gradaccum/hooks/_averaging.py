@@ -79,6 +79,15 @@ def is_compressible(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.floating)) and x.ndim > 1
 
 
+def check_axes(hook: Averaging, unreduced: Any) -> None:
+    """Raises ValueError if a hook is to compress on an axis that is not among the data axes."""
+    api = type(hook).__name__
+    leaves = list(flatten(api, unreduced)[0].values())
+    if leaves:
+        where = where_of(api, leaves, leaves[0].axis_name, None)
+        compressed_axes(api, hook.axis_name, where)
+
+
 def average(
     hook: Averaging, unreduced: Any, residual: Residual | None = None, shared: Any = ()
 ) -> tuple[Any, Residual | None, Any]:

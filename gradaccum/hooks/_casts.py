@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from gradaccum import _reduce
 from gradaccum._mesh import AxisName, is_typed
-from gradaccum.hooks._averaging import Local, average, is_compressible
+from gradaccum.hooks._arguments import check, check_no_state
+from gradaccum.hooks._averaging import Local, average, check_axes, is_compressible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,12 +21,16 @@ class _Stateless:
     axis_name: AxisName | None = None
     manual_model_axes: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        check(self)
+
     def init(self, unreduced: Any) -> Any:
         """Return the state of the hook: none, `()`."""
-        del unreduced
+        check_axes(self, unreduced)
         return ()
 
     def __call__(self, unreduced: Any, state: Any) -> tuple[Any, Any]:
+        check_no_state(type(self).__name__, state)
         mean, _, _ = average(self, unreduced)
         return mean, state
 

@@ -16,7 +16,8 @@ from gradaccum._mesh import AxisName, is_typed
 from gradaccum._specs import spec_of
 from gradaccum._state import Residual
 from gradaccum._unreduced import flatten
-from gradaccum.hooks._averaging import Local, average, is_compressible
+from gradaccum.hooks._arguments import check, check_no_state
+from gradaccum.hooks._averaging import Local, average, check_axes, is_compressible
 from gradaccum.hooks._blocks import Chunks, summed
 from gradaccum.hooks._residual import zero_residual
 
@@ -130,13 +131,7 @@ class int8_quantize:  # noqa: N801 (as DDP's hooks)
             raise ValueError(
                 f"{API}: rounding={self.rounding!r}; required: 'nearest' or 'stochastic'."
             )
-        for name, least in (("block_size", 1), ("min_size", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"{API}: {name}={value!r}; required: an int of at least {least}, in elements, "
-                    f"e.g. {type(self).__dataclass_fields__[name].default}."
-                )
+        check(self, {"block_size": 1, "min_size": 0, "seed": 0}, ("error_feedback",))
 
     def init(self, unreduced: Any) -> Any:
         """Return the state before the first mean; `()` for nearest rounding without error feedback.
@@ -144,6 +139,7 @@ class int8_quantize:  # noqa: N801 (as DDP's hooks)
         Args:
           unreduced: a tree of `Unreduced`, of which only types and layouts matter.
         """
+        check_axes(self, unreduced)
         if not self._has_state:
             return ()
         residual = None
@@ -155,6 +151,7 @@ class int8_quantize:  # noqa: N801 (as DDP's hooks)
 
     def __call__(self, unreduced: Any, state: Any) -> tuple[Any, Any]:
         if not self._has_state:
+            check_no_state(API, state)
             return average(self, unreduced)[0], state
         if not isinstance(state, Int8State) or self.error_feedback == (state.residual is None):
             raise TypeError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -15,8 +16,9 @@ import jax.numpy as jnp
 from gradaccum import _reduce
 from gradaccum._layout import Layouts
 from gradaccum._means import Awaited
-from gradaccum._mesh import DataMesh, describe, vary, varying_axes
+from gradaccum._mesh import AxisName, DataMesh, describe, vary, varying_axes
 from gradaccum._unreduced import Unreduced, flatten, where_of
+from gradaccum.hooks._arguments import check_state
 from gradaccum.hooks._casts import allreduce
 
 API = "gradient_noise_scale"
@@ -130,17 +132,23 @@ class gradient_noise_scale:  # noqa: N801 (as DDP's hooks)
     decay: float = 0.95
 
     def __post_init__(self) -> None:
-        is_hook = callable(self.hook) and callable(getattr(self.hook, "init", None))
-        if not is_hook or isinstance(self.hook, type):
+        inits = callable(getattr(self.hook, "init", None))
+        if not callable(self.hook) or not inits or isinstance(self.hook, type):
             raise TypeError(
                 f"{API}: hook={self.hook!r} is no communication hook; required: an instance with "
                 "init(unreduced) and __call__(unreduced, state), as gradaccum.hooks.allreduce()."
             )
-        if not 0 <= self.decay < 1:
+        if isinstance(self.hook, gradient_noise_scale):
+            raise ValueError(f"{API}: hook={self.hook!r} measures already. Wrap what it wraps.")
+        if not isinstance(self.decay, numbers.Real) or not 0 <= self.decay < 1:
             raise ValueError(
-                f"{API}: decay={self.decay!r}; required: 0 <= decay < 1, e.g. 0.95 to average over "
-                "about 20 windows."
+                f"{API}: decay={self.decay!r}; required: 0 <= decay < 1, e.g. 0.95 for 20 windows."
             )
+
+    @property
+    def axis_name(self) -> AxisName | None:
+        """The axes that the hook compresses on, of which its residuals have rows."""
+        return getattr(self.hook, "axis_name", None)
 
     def init(self, unreduced: Any) -> NoiseScaleState:
         """Return the state before the first window: nothing measured.
@@ -160,6 +168,7 @@ class gradient_noise_scale:  # noqa: N801 (as DDP's hooks)
         )
 
     def __call__(self, unreduced: Any, state: NoiseScaleState) -> tuple[Any, NoiseScaleState]:
+        check_state(API, state, NoiseScaleState)
         named, tree = flatten(API, unreduced)
         leaves = [x for x in named.values() if _is_measured(x)]
         if not leaves:

@@ -16,6 +16,7 @@ from gradaccum._layout import Layout
 from gradaccum._mesh import AxisName, axis_tuple, vary, varying_axes
 from gradaccum._state import Residual
 from gradaccum._unreduced import Unreduced, flatten
+from gradaccum.hooks._arguments import check, check_state
 from gradaccum.hooks._averaging import Local, average
 from gradaccum.hooks._low_rank import (
     Matrix,
@@ -124,10 +125,8 @@ class powersgd:  # noqa: N801 (as DDP's hooks)
     manual_model_axes: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for name, least in (("rank", 1), ("start_step", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{API}: {name}={value!r}; required: an int of at least {least}.")
+        least = {"rank": 1, "start_step": 0, "seed": 0}
+        check(self, least, ("error_feedback", "warm_start"))
         if not self.min_compression_rate > 0:
             raise ValueError(
                 f"{API}: min_compression_rate={self.min_compression_rate!r}; required: > 0, e.g. 2 "
@@ -156,6 +155,7 @@ class powersgd:  # noqa: N801 (as DDP's hooks)
         )
 
     def __call__(self, unreduced: Any, state: PowerSGDState) -> tuple[Any, PowerSGDState]:
+        check_state(API, state, PowerSGDState)
         named, tree = flatten(API, unreduced)
         q = tree.flatten_up_to(state.q)
         residual = state.residual

@@ -12,11 +12,14 @@ from typing import Any
 
 from absl import flags
 
-from absl_apps import bench_calls, bench_steps, flag_parsing
+from absl_apps import bench_calls, bench_hooks, bench_steps, flag_parsing
 from absl_apps.bench_problem import OURS, Problem
 
 PROBLEMS = {"steps": Problem, "calls": bench_calls.Calls}
-CONTENDERS = {"steps": bench_steps.CONTENDERS, "calls": bench_calls.CONTENDERS}
+CONTENDERS = {
+    "steps": bench_steps.CONTENDERS | bench_hooks.CONTENDERS,
+    "calls": bench_calls.CONTENDERS,
+}
 DEFAULTS = {"steps": bench_steps.DEFAULT, "calls": bench_calls.DEFAULT}
 DTYPES = ["float32", "bfloat16"]
 GROUPS = {  # the order of --help; a test keeps it complete

@@ -109,6 +109,7 @@ class Contender(NamedTuple):
       calls: how often a step calls the program.
       state_bytes: bytes that each device holds from call to call besides the parameters.
       ours: it promises one cross-device mean. In k calls this stands in a branch, taken once.
+      tolerance: largest relative difference to gradaccum's values; None: that of the dtype.
     """
 
     jitted: Any
@@ -122,3 +123,4 @@ class Contender(NamedTuple):
     calls: int = 1
     state_bytes: int = 0
     ours: bool = False
+    tolerance: float | None = None

@@ -114,6 +114,24 @@ def in_branch(hook: Any) -> bool:
     return getattr(hook, "start_step", 0) > 0 or (hasattr(hook, "hook") and in_branch(hook.hook))
 
 
+def audited_axes(hook: Any, data_axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the axes to check together for one mean.
+
+    That a factor of PowerSGD is of sums over the axes that it does not compress on, the program's
+    text does not tell: then these are checked apart.
+    """
+    while hasattr(hook, "hook"):
+        hook = hook.hook
+    named = getattr(hook, "axis_name", None) if isinstance(hook, hooks.powersgd) else None
+    compressed = tuple(
+        a
+        for a in data_axes
+        if named is None or a in ((named,) if isinstance(named, str) else named)
+    )
+    rest = tuple(a for a in data_axes if a not in compressed)
+    return [axes for axes in (compressed, rest) if axes]
+
+
 def chained(
     hook: Any,
     tx: optax.GradientTransformation,

@@ -223,9 +223,9 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     step_fn = step_fn.compile()
     report = audit.collectives(step_fn, mesh=mesh)
     print(f"\nwhat one step communicates:\n{report}", flush=True)
-    audit.assert_one_reduction(
-        step_fn, axis_name=data_axes, mesh=mesh, conditional=comm_hooks.in_branch(hook)
-    )
+    branch = comm_hooks.in_branch(hook)
+    for axes in comm_hooks.audited_axes(hook, data_axes):
+        audit.assert_one_reduction(step_fn, axis_name=axes, mesh=mesh, conditional=branch)
     checked = "one cross-device mean: checked"
     print(f"one device along {along}: no mean" if devices == 1 else checked, flush=True)
     print()

@@ -18,12 +18,9 @@ HOOKS = {
     "bf16": (hooks.bf16_compress(), 2e-2),
     "fp16": (hooks.fp16_compress(), 3e-3),
 }
-SLOW = {
-    "bf16": (hooks.bf16_compress(axis_name="replica"), 2e-2),
-    "fp16": (hooks.fp16_compress(axis_name="replica"), 3e-3),
-}
+SLOW = {"fp16": (hooks.fp16_compress(axis_name="replica"), 3e-3)}
 ODD = tuple(layouts.LAYOUTS)[::2]
-EVERYWHERE = ("replicated", "manual-fsdp", "auto-replicated")
+EVERYWHERE = ("replicated", "auto-replicated")
 CASES = [
     pytest.param(layout, hook, within, decorated, id=f"{name}-{called}-{way}")
     for name, layout in layouts.LAYOUTS.items()

@@ -74,14 +74,12 @@ def modelled(sums, weights, q, steps):
 
 GRID = [
     ("replicated", AUTO, None),
-    ("replicated", EXPLICIT, None),
     ("fsdp", EXPLICIT, None),
     ("hsdp-replicated", AUTO, "replica"),
     ("hsdp", AUTO, "replica"),
     ("hsdp", EXPLICIT, "replica"),
     ("hsdp-gradients-over-both", AUTO, None),
     ("auto-zero", AUTO, None),
-    ("auto-fsdp", EXPLICIT, None),
     ("named-fsdp", AUTO, None),
     ("manual-zero", EXPLICIT, None),
     ("manual-fsdp-together", AUTO, None),

@@ -122,12 +122,9 @@ def audited_axes(hook: Any, data_axes: tuple[str, ...]) -> list[tuple[str, ...]]
     """
     while hasattr(hook, "hook"):
         hook = hook.hook
-    named = getattr(hook, "axis_name", None) if isinstance(hook, hooks.powersgd) else None
-    compressed = tuple(
-        a
-        for a in data_axes
-        if named is None or a in ((named,) if isinstance(named, str) else named)
-    )
+    named = hook.axis_name if isinstance(hook, hooks.powersgd) else None
+    named = (named,) if isinstance(named, str) else named
+    compressed = tuple(a for a in data_axes if named is None or a in named)
     rest = tuple(a for a in data_axes if a not in compressed)
     return [axes for axes in (compressed, rest) if axes]
 

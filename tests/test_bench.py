@@ -167,7 +167,7 @@ def test_a_step_that_loses_a_microbatch_is_refused_before_any_time(capsys, monke
 
         return step._replace(run=run)
 
-    monkeypatch.setitem(bench_steps.CONTENDERS, "shard_map", lossy)
+    monkeypatch.setitem(bench_flags.CONTENDERS["steps"], "shard_map", lossy)
     with pytest.raises(ArithmeticError, match=r"values differ .* more than 1e-05 .*'shard_map'"):
         bench.bench(parse(*TINY, "--contenders=shard_map,gradaccum"))
     assert "| step" not in capsys.readouterr().out

@@ -165,6 +165,21 @@ def call(api: str, hook: Any, given: Any, state: Any) -> tuple[Any, Any]:
     return tree.unflatten(values), jax.tree.map(as_before, after, state)
 
 
+@jax.custom_vjp
+def _undifferentiated(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _refuse_derivative(*_: Any) -> Any:
+    raise TypeError(
+        "accumulate: a second derivative through comm_hook: what it rounds has the derivative 0, "
+        "which is not the mean's. Take second derivatives of the loss decorated without one."
+    )
+
+
+_undifferentiated.defvjp(lambda x: (x, None), _refuse_derivative)
+
+
 def mean_of_sums(
     api: str,
     hook: Any,
@@ -187,10 +202,11 @@ def mean_of_sums(
 
     Raises:
       ValueError: the hook has a state, which a loss function has no place for; and as `call`.
+      TypeError: the means are differentiated.
     """
     typed = where.axis_names if is_typed(where.axis_names) else ()
     weights = [vary(weight.astype(jnp.float32)[None], typed)] * len(sums)
-    rows = [vary(x[None], typed) for x in sums]
+    rows = [vary(_undifferentiated(x)[None], typed) for x in sums]
     axis_name = axis_name_of(where.axis_names)
     given = unreduced_of(api, hook, structure, rows, weights, awaited, axis_name, where)
     state = hook.init(given)
@@ -200,7 +216,7 @@ def mean_of_sums(
             "loss function has no place for. Give it to the optimizer: gradaccum.MultiSteps("
             "..., comm_hook=...) or gradaccum.all_reduce_mean(..., comm_hook=...), with gradients "
             "from gradaccum.unreduced_value_and_grad. (bf16_compress, fp16_compress and "
-            "int8_quantize without error feedback have none.)"
+            "int8_quantize as it is have none.)"
         )
     mean, _ = call(api, hook, given, state)
     return jax.tree.leaves(mean)

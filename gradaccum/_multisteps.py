@@ -110,6 +110,20 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
       False [0.4, 0.4, 0.4]
       True [0.16, 0.16, 0.16]
 
+      Clip inside, where the mean is. Of gradients -1.5, 0.5, 0.5 and 0.5 it is 0; outside, each
+      is clipped to 1 first, and the mean is 0.125:
+
+      >>> clip, sgd = optax.clip_by_global_norm(1.0), optax.sgd(1.0)
+      >>> inside = gradaccum.MultiSteps(optax.chain(clip, sgd), 4)
+      >>> outside = optax.chain(clip, gradaccum.MultiSteps(sgd, 4))
+      >>> for tx in (inside, outside):
+      ...     state = tx.init(0.0)
+      ...     for grad in (-1.5, 0.5, 0.5, 0.5):
+      ...         update, state = tx.update(jnp.float32(grad), state)
+      ...     print(abs(float(update)))
+      0.0
+      0.125
+
     References:
       `optax.MultiSteps`.
     """

@@ -474,3 +474,20 @@ def test_a_residual_is_laid_out_by_a_jitted_init_too(sizes, axes, slow, spec, wa
         # Auto axes do not say, under jit, what splits the parameter over data axes.
         known = want if kind is AxisType.Explicit or state is eager or not slow else (slow,)
         assert rows.sharding.is_equivalent_to(NamedSharding(mesh, P(*known)), 3), rows.sharding
+
+
+def test_a_second_derivative_through_a_hook_is_refused():
+    """What is rounded has the derivative 0: not the mean's."""
+    make = lambda **more: gradaccum.accumulate(  # noqa: E731
+        lambda w, x: jnp.mean((x @ w) ** 2),
+        microbatches=1,
+        mesh=mesh_of(),
+        fused=False,
+        **more,
+    )
+    args = jnp.ones(4), jnp.ones((N, 4))
+    second = lambda fun: jax.grad(lambda w: jnp.sum(jax.grad(fun)(w, args[1])))(args[0])  # noqa: E731
+    assert np.all(np.asarray(second(make())) > 0)
+    for hook in (hooks.int8_quantize(min_size=1), hooks.fp16_compress()):
+        with pytest.raises(TypeError, match="a second derivative through comm_hook"):
+            second(make(comm_hook=hook))

@@ -135,12 +135,11 @@ def test_states_keep_their_type_and_can_be_donated(mesh, options):
     donated = jit(hook, donate_argnums=1)
     mean, after = donated(rows, state)
     helpers.assert_close((mean, after.residual), (expected[0], expected[1].residual), within=1e-2)
-    assert int(after.means) == 1
+    assert int(after.steps) == 1
     if hook.error_feedback:
         assert state.residual.rows["w"].is_deleted()
         assert after.residual.rows["w"].sharding.is_equivalent_to(NamedSharding(mesh, P("dp")), 3)
     donated(rows, after)
-    assert donated._cache_size() <= 2
 
 
 def test_in_multisteps(mesh):

@@ -58,7 +58,7 @@ def test_five_steps_are_those_of_numpy(error_feedback):
         if error_feedback:
             got = {k: state.residual.rows[k] for k in COMPRESSED}
             assert_close(got, {k: kept[k][0] for k in COMPRESSED}, within=WITHIN)
-    assert int(state.count) == 5
+    assert int(state.steps) == 5
 
 
 @pytest.mark.parametrize("warm_start", [True, False], ids=["warm", "cold"])
@@ -145,7 +145,7 @@ def test_start_step_takes_plain_means_first():
         mean, state = run(hook, rows, WEIGHTS, state)
         assert_close(mean, want, within=1e-6)
         equal((state.q, state.residual), (first.q, first.residual))
-        assert int(state.count) == t + 1
+        assert int(state.steps) == t + 1
     mean, state = run(hook, rows, WEIGHTS, state)
     got, after = run(at_once, rows, WEIGHTS, start(at_once, rows))
     assert_close((mean, state.q, state.residual), (got, after.q, after.residual), within=WITHIN)

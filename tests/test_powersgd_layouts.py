@@ -192,7 +192,7 @@ def test_in_a_shard_map(check_vma):
     hook = powersgd(rank=RANK, start_step=1)
     by = {"w": P("dp", None, "mp"), "b": P("dp")}
     kept = gradaccum.hooks.Residual({"w": by["w"], "b": None})
-    states = type(hook.init({}))(count=P(), q={"w": P("mp"), "b": None}, residual=kept)
+    states = type(hook.init({}))(steps=P(), q={"w": P("mp"), "b": None}, residual=kept)
     share = lambda rows, w: jax.tree.map(lambda x: Unreduced(x, w, axis_name="dp"), rows)  # noqa: E731
     on = functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma)
     init = on(lambda r, w: hook.init(share(r, w)), in_specs=(by, P("dp")), out_specs=states)

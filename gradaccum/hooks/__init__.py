@@ -23,11 +23,12 @@ merges operations itself |
 | `noop_hook` | `noop` | keeps each device's own part of sharded gradients |
 | `bf16_compress_hook` | `bf16_compress` | |
 | `fp16_compress_hook` | `fp16_compress` | scaled by the largest entry: nothing overflows |
-| `quantization_perchannel_hook` | `int8_quantize` | int8 both ways, error feedback, stochastic \
-rounding; theirs gathers all rows on every device |
-| `powerSGD_hook` | `powersgd` | per layer of a stack; whole matrices beside model axes |
-| `batched_powerSGD_hook` | none | it flattens all gradients into one square matrix: less exact |
-| `post_localSGD_hook` | none | it averages parameters, not gradients |
+| `quantization_pertensor_hook`, `quantization_perchannel_hook` | `int8_quantize` | int8 both \
+ways, error feedback, stochastic rounding; theirs gathers all rows on every device |
+| `powerSGD_hook` | `powersgd` | per layer of a stack; rank 4 from the first step, where theirs \
+has rank 1 after 1,000 steps |
+| `batched_powerSGD_hook` | none | flattens each bucket into one square matrix: less exact |
+| `post_localSGD_hook` | none | averages within a group, and parameters from time to time |
 | wrappers `fp16_compress_wrapper`, `bf16_compress_wrapper` | none | the factors are small already |
 | none | `gradient_noise_scale(hook)` | how large a batch is worth its while |
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gradaccum import _reduce
 from gradaccum._layout import Layout, Layouts, Pairs
 from gradaccum._means import Awaited, cast, mean_type
-from gradaccum._mesh import AxisName, DataMesh, vary, varying_axes
+from gradaccum._mesh import AxisName, DataMesh, axis_tuple, vary, varying_axes
 from gradaccum._shard import data_region, row_spec
 from gradaccum._specs import only, spec_of
 from gradaccum._state import Residual
@@ -83,9 +83,9 @@ def check_axes(hook: Averaging, unreduced: Any) -> None:
     """Raises ValueError if a hook is to compress on an axis that is not among the data axes."""
     api = type(hook).__name__
     leaves = list(flatten(api, unreduced)[0].values())
-    if leaves:
-        where = where_of(api, leaves, leaves[0].axis_name, None)
-        compressed_axes(api, hook.axis_name, where)
+    if leaves and hook.axis_name is not None:
+        axes = axis_tuple(leaves[0].axis_name)
+        compressed_axes(api, hook.axis_name, DataMesh(axis_names=axes))
 
 
 def average(

@@ -28,11 +28,11 @@ class Int8State(NamedTuple):
     """The state of `int8_quantize`, where it has one.
 
     Attributes:
-      means: int32 `[]`, how many were taken, which the random numbers of the next depend on.
+      steps: int32 `[]`, how many means were taken, which the random numbers of the next depend on.
       residual: what each device could not send yet; None without error feedback.
     """
 
-    means: jax.Array
+    steps: jax.Array
     residual: Residual | None
 
 
@@ -159,7 +159,7 @@ class int8_quantize:  # noqa: N801 (as DDP's hooks)
                 f"error_feedback={self.error_feedback}; required: what `init` of a hook with the "
                 "same options returned."
             )
-        mean, residual, means = average(self, unreduced, state.residual, state.means)
+        mean, residual, means = average(self, unreduced, state.residual, state.steps)
         return mean, Int8State(means, residual)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +18,7 @@ from gradaccum._mesh import AxisName, axis_tuple, vary, varying_axes
 from gradaccum._state import Residual
 from gradaccum._unreduced import Unreduced, flatten
 from gradaccum.hooks._arguments import check, check_state
-from gradaccum.hooks._averaging import Local, average
+from gradaccum.hooks._averaging import Local, average, check_axes
 from gradaccum.hooks._low_rank import (
     Matrix,
     completed,
@@ -35,13 +36,13 @@ class PowerSGDState(NamedTuple):
     """The state of `powersgd`.
 
     Attributes:
-      count: int32 `[]`, the calls so far.
+      steps: int32 `[]`, the calls so far.
       q: the right factors, float32 `[..., m, rank]` with columns of norm 1; None for leaves that
         are not compressed, and everywhere without `warm_start`.
       residual: what each device could not send; None without `error_feedback`.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # optax's states have it too, not tuple's method
+    steps: jax.Array
     q: Any
     residual: Residual | None
 
@@ -92,8 +93,8 @@ class powersgd:  # noqa: N801 (as DDP's hooks)
 
     Cost:
       4 r (n + m) bytes a matrix instead of 4 n m. Of 12 layers [1024, 4096] and a table
-      [50304, 1024], 407.4 MB, at rank 4 (compiled for a TPU v5e:2x4): 0.82 MB and then 1.00 MB, in
-      two all-reduces where the plain mean takes three; at rank 1 0.47 MB together. 6 n m r
+      [50304, 1024], 407.4 MB, at rank 4 (compiled for a TPU v5e:2x4): 1.82 MB in two
+      all-reduces, where the plain mean takes three; at rank 1 0.47 MB together. 6 n m r
       operations a device for the three products (in float32: HIGHEST), and orthonormalising. State:
       a device's residual, as large as its compressed gradients in float32, whole also where the
       mean is split over the axes that are compressed; and 4 m r bytes a matrix. Memory within: a
@@ -127,7 +128,8 @@ class powersgd:  # noqa: N801 (as DDP's hooks)
     def __post_init__(self) -> None:
         least = {"rank": 1, "start_step": 0, "seed": 0}
         check(self, least, ("error_feedback", "warm_start"))
-        if not self.min_compression_rate > 0:
+        rate = self.min_compression_rate
+        if not isinstance(rate, numbers.Real) or not rate > 0:
             raise ValueError(
                 f"{API}: min_compression_rate={self.min_compression_rate!r}; required: > 0, e.g. 2 "
                 "to compress matrices whose factors are at most half their size."
@@ -139,6 +141,7 @@ class powersgd:  # noqa: N801 (as DDP's hooks)
         Args:
           unreduced: a tree of `Unreduced`, of which only types and layouts matter.
         """
+        check_axes(self, unreduced)
         named, tree = flatten(API, unreduced)
         leaves = list(named.values())
         has = [self._takes(x.sum.shape[1:], x.sum.dtype, x.awaited.total) for x in leaves]
@@ -146,12 +149,14 @@ class powersgd:  # noqa: N801 (as DDP's hooks)
             self._first(i, x) if h and self.warm_start else None
             for i, (x, h) in enumerate(zip(leaves, has, strict=True))
         ]
-        residual = zero_residual(API, self.axis_name, unreduced, has)
+        residual = None
+        if self.error_feedback:
+            residual = zero_residual(API, self.axis_name, unreduced, has)
         count = jnp.zeros((), jnp.int32)
         return PowerSGDState(
-            count=_everywhere(count, leaves[0]) if leaves else count,
+            steps=_everywhere(count, leaves[0]) if leaves else count,
             q=tree.unflatten(q),
-            residual=residual if self.error_feedback else None,
+            residual=residual,
         )
 
     def __call__(self, unreduced: Any, state: PowerSGDState) -> tuple[Any, PowerSGDState]:
@@ -161,7 +166,7 @@ class powersgd:  # noqa: N801 (as DDP's hooks)
         residual = state.residual
         kept = [None] * len(q) if residual is None else tree.flatten_up_to(residual.rows)
         self._check_state(named, q, kept)
-        mean, residual, (count, q) = average(self, unreduced, residual, (state.count, q))
+        mean, residual, (count, q) = average(self, unreduced, residual, (state.steps, q))
         return mean, PowerSGDState(count, tree.unflatten(q), residual)
 
     def average(

@@ -114,7 +114,7 @@ def check_kept(
     """Raises ValueError if a residual is not one of these gradients."""
     rows = 1 if where.manual else math.prod(n for a, n in where.sizes if a in axes)
     bad = [
-        f"{path}: {tuple(r.shape)}, needed {(rows, *x.sum.shape[1:])}"
+        f"{path}: {tuple(r.shape)}, needed {(rows, *_kept_shape(x, where, axes))}"
         for path, x, r in zip(paths, leaves, kept, strict=True)
         if r is not None and r.shape != (rows, *_kept_shape(x, where, axes))
     ]

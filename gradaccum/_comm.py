@@ -165,19 +165,17 @@ def call(api: str, hook: Any, given: Any, state: Any) -> tuple[Any, Any]:
     return tree.unflatten(values), jax.tree.map(as_before, after, state)
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _undifferentiated(x: jax.Array) -> jax.Array:
     return x
 
 
+@_undifferentiated.defjvp
 def _refuse_derivative(*_: Any) -> Any:
     raise TypeError(
         "accumulate: a second derivative through comm_hook: what it rounds has the derivative 0, "
         "which is not the mean's. Take second derivatives of the loss decorated without one."
     )
-
-
-_undifferentiated.defvjp(lambda x: (x, None), _refuse_derivative)
 
 
 def mean_of_sums(

@@ -177,7 +177,8 @@ class Accumulated:
           >>> print(f"{deviation(jax.random.key(0), jnp.zeros(100_000)):.2f}")
           0.50
 
-          Without `fold_in` all microbatches share one draw, and it would print 1.00.
+          Without `fold_in` they share one draw: 1.00. On a manual model axis all devices draw the
+          same: fold in its `jax.lax.axis_index` for the leaves that it splits, and these alone.
 
         References:
           PyTorch's `Tensor.register_hook`.

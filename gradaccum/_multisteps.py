@@ -77,14 +77,16 @@ class MultiSteps(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
         `gradaccum.hooks.powersgd()`; its state is the field `comm_state`. Needs `axis_name`.
 
     Raises:
-      ValueError: k < 1; gradients of another structure or shape than the parameters; no mesh.
+      ValueError: k < 1; gradients of another structure or shape than the parameters; no mesh;
+        `comm_hook` without `axis_name`, or a state that holds a hook's where none was given.
       TypeError: `Unreduced` without `axis_name`; with it, a plain tree outside a manual region, or
         one that JAX has summed over devices (`check_vma=True`); an `Unreduced` that a
-        transformation has computed with.
+        transformation has computed with; what is no communication hook.
 
     Cost:
       Collectives: none in k - 1 of k calls; in the k-th each byte of gradients and `Unreduced`
-      arguments once, 4 more a leaf (and over manual axes a flag of `should_skip_update_fn`). Not
+      arguments once, 4 more a leaf (and over manual axes a flag of `should_skip_update_fn`), or
+      what `comm_hook` says. Not
       under `jax.vmap` over states, which makes the branch a select: map the loss instead.
       Memory: one accumulator a device, whole over the data axes, else laid out as the parameters.
       All of the state may be donated, and is then updated in place.

@@ -2,7 +2,7 @@
 
 Gradient hooks are functions, given to `gradaccum.accumulate` or registered on the loss that it
 returns: `register_hook` (each microbatch's gradient) and `register_post_accumulate_hook` (a
-device's own mean, before the mean of all). A *communication hook* takes that mean itself:
+device's own mean). A *communication hook* replaces the mean over devices:
 
     comm_hook=gradaccum.hooks.bf16_compress()
 
@@ -30,7 +30,7 @@ has rank 1 after 1,000 steps |
 | `batched_powerSGD_hook` | none | flattens each bucket into one square matrix: less exact |
 | `post_localSGD_hook` | none | averages within a group, and parameters from time to time |
 | wrappers `fp16_compress_wrapper`, `bf16_compress_wrapper` | none | the factors are small already |
-| none | `gradient_noise_scale(hook)` | how large a batch is worth its while |
+| none | `gradient_noise_scale(hook)` | up to which size a larger batch pays |
 
 `axis_name=` of a hook names the data axes to compress on: with HSDP the slow one, between slices or
 hosts. The others are summed first, in full:

@@ -42,8 +42,8 @@ def check_state(api: str, state: Any, kind: type) -> None:
     if not isinstance(state, kind):
         raise TypeError(
             f"{api}: its state is {_described(state)}; required: the {kind.__name__} that init "
-            "returns. An optimizer's state from before it had this hook: put in its place "
-            "the comm_state of a new init."
+            "returns. To use an older optimizer's state: state._replace(comm_state="
+            "tx.init(params).comm_state)."
         )
 
 
@@ -51,8 +51,8 @@ def check_no_state(api: str, state: Any) -> None:
     """Raises TypeError for a state with arrays, which a hook without one is given."""
     if jax.tree.leaves(state):
         raise TypeError(
-            f"{api}: its state is {_described(state)}, but it has none; required: (). An "
-            "optimizer's state from before it had this hook: put () in place of its comm_state."
+            f"{api}: its state is {_described(state)}, but it has none; required: (). To "
+            "use an older optimizer's state: state._replace(comm_state=())."
         )
 
 

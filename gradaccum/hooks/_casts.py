@@ -63,7 +63,8 @@ class allreduce(_Stateless):  # noqa: N801 (as DDP's)
       axis_name: no matter here: all data axes are summed over in full.
 
     Raises:
-      TypeError, ValueError: what is called with is no tree of `Unreduced`, as `gradaccum.mean`.
+      TypeError, ValueError: the argument is no tree of `Unreduced`, as `gradaccum.mean`; the state
+        has arrays.
 
     Cost:
       Each gradient byte once, 4 bytes of each different weight. No state.
@@ -174,7 +175,7 @@ class fp16_compress(_Stateless):  # noqa: N801
         mean = sum(float16(sum / scale)) * scale / sum(weight),   scale = max over devices of |sum|
 
     with one scale a leaf, so that small gradients do not underflow either: what is less than
-    2^-24 of its leaf's largest entry becomes 0. The sum of n rows then is n at most. An inf or NaN
+    2^-25 of its leaf's largest entry becomes 0. The sum of n rows then is n at most. An inf or NaN
     of any device makes its whole leaf NaN, so that a check for finite gradients sees it.
 
     Communication: a `pmax` of one float32 a leaf, then one `psum`. Scalars, weights, integers and

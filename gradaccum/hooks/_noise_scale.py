@@ -57,7 +57,7 @@ class _Extra(NamedTuple):
 class gradient_noise_scale:  # noqa: N801 (as DDP's hooks)
     """Estimate the simple noise scale, tr(Sigma) / |G|^2, beside the mean that a hook takes.
 
-    It says how large a batch is worth its while: well below it a batch twice as large makes nearly
+    It says up to which size a larger batch pays: well below it a batch twice as large makes nearly
     twice the progress a step, well above it hardly more. Of the rows r_d = sum_d / weight_d of the
     data devices, w_d their weights, W the sum of these, n the number of rows with w_d > 0:
 

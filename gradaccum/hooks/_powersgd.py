@@ -49,7 +49,7 @@ class PowerSGDState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class powersgd:  # noqa: N801 (as DDP's hooks)
-    """Send each gradient matrix as two thin factors, of which the rest is sent later: PowerSGD.
+    """Send each gradient matrix as two thin factors; what they lack is sent later: PowerSGD.
 
     Of every matrix `[n, m]` of each device d, in units of the mean, with its residual e_d (0 at
     first) and weight w_d, W the sum of these:
@@ -72,8 +72,8 @@ class powersgd:  # noqa: N801 (as DDP's hooks)
     (float64 of such). Where `axis_name` names some of the axes, the sum over the others comes
     first, in full; of gradients that are scattered there (HSDP) the whole matrix is approximated
     all the same, and their factors are put together by two small `psum` over those axes. Model axes
-    stay with XLA's partitioner, which gathers no matrix over them (and may send the second `psum`
-    in two, one awaiting sums over them). In your own `jax.shard_map` with manual ones, each
+    stay with XLA's partitioner, which gathers a matrix over them only to cut a mean that a model
+    and a data axis split along one dimension. In your own `jax.shard_map` with manual ones, each
     device's shard is a matrix of its own, and so are its factors: put that axis into their specs.
 
     Args:
@@ -89,7 +89,7 @@ class powersgd:  # noqa: N801 (as DDP's hooks)
     Raises:
       ValueError: an argument out of range; a state of other gradients or another rank; else as
         `bf16_compress`.
-      TypeError: as `gradaccum.mean`.
+      TypeError: a flag that is no bool; the state of another hook; else as `gradaccum.mean`.
 
     Cost:
       4 r (n + m) bytes a matrix instead of 4 n m. Of 12 layers [1024, 4096] and a table

@@ -18,7 +18,6 @@ from gradaccum import hooks
 K, ROWS, D = 3, 16, 32
 HOOKS = {
     "none": (None, 1e-5),
-    "fp16": (hooks.fp16_compress(), 3e-3),
     "int8": (hooks.int8_quantize(error_feedback=True, min_size=1, block_size=D), 2e-2),
     "powersgd": (hooks.powersgd(rank=2, min_compression_rate=1), 1e-4),
 }

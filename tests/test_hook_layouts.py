@@ -26,7 +26,7 @@ CASES = [
     for name, layout in layouts.LAYOUTS.items()
     for called, (hook, within) in HOOKS.items()
     for way, decorated in (("decorated", True), ("MultiSteps", False))
-    if name in EVERYWHERE or ((called == "fp16") == decorated == (name in ODD) and called != "bf16")
+    if name in EVERYWHERE or (called == "fp16" and decorated == (name in ODD))
 ] + [
     pytest.param(layouts.LAYOUTS[name], hook, within, decorated, id=f"{name}-slow-{called}-{way}")
     for name in ("hsdp-replicated", "hsdp")

@@ -77,13 +77,11 @@ GRID = [
     ("fsdp", EXPLICIT, None),
     ("hsdp-replicated", AUTO, "replica"),
     ("hsdp", AUTO, "replica"),
-    ("hsdp", EXPLICIT, "replica"),
     ("hsdp-gradients-over-both", AUTO, None),
     ("auto-zero", AUTO, None),
     ("named-fsdp", AUTO, None),
     ("manual-zero", EXPLICIT, None),
     ("manual-fsdp-together", AUTO, None),
-    ("typed-fsdp", AUTO, None),
 ]
 
 

@@ -228,11 +228,11 @@ class _Run:
         left = layouts(self.axes, last=True)
         local = Local(total.grads, total.weight, self.which, where, left, split)
         means, new, shared_after = self.hook.average(local, own, shared)
-        new = [None if r is None else _as(x[None], r) for x, r in zip(new, kept, strict=True)]
-        return means, new, jax.tree.map(_as, shared_after, shared)
+        new = [None if r is None else as_before(x[None], r) for x, r in zip(new, kept, strict=True)]
+        return means, new, jax.tree.map(as_before, shared_after, shared)
 
 
-def _as(new: jax.Array, old: jax.Array) -> jax.Array:
+def as_before(new: jax.Array, old: jax.Array) -> jax.Array:
     """Returns a leaf of a state in its old dtype, varying over what it did."""
     return vary(new.astype(old.dtype), varying_axes(old))
 

@@ -148,8 +148,8 @@ class bf16_compress(_Stateless):  # noqa: N801
       TypeError: as `gradaccum.mean`.
 
     Cost:
-      2 bytes an element instead of float32's 4, on the TPU and GPU (XLA's CPU backend adds in
-      float32, and sends that); the cast is a copy. No state.
+      2 bytes an element instead of float32's 4: of 268,435,460 bytes 134,217,736, compiled for a
+      TPU v5e 2x4 (XLA's CPU backend adds in float32, and sends that). The cast is a copy. No state.
 
     Example:
       >>> import jax, jax.numpy as jnp, gradaccum
@@ -188,8 +188,8 @@ class fp16_compress(_Stateless):  # noqa: N801
       ValueError, TypeError: as `bf16_compress`.
 
     Cost:
-      2 bytes an element instead of 4, and 4 bytes a leaf; one small reduction before the large one.
-      No state.
+      2 bytes an element instead of 4, and 4 bytes a leaf: of 268,435,460 bytes 134,217,740,
+      compiled for a TPU v5e 2x4. One small reduction before the large one. No state.
 
     Example:
       >>> import jax, jax.numpy as jnp, gradaccum

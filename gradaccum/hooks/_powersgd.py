@@ -18,7 +18,7 @@ from gradaccum._mesh import AxisName, axis_tuple, vary, varying_axes
 from gradaccum._state import Residual
 from gradaccum._unreduced import Unreduced, flatten
 from gradaccum.hooks._arguments import check, check_state
-from gradaccum.hooks._averaging import Local, average, check_axes
+from gradaccum.hooks._averaging import Local, as_before, average, check_axes
 from gradaccum.hooks._low_rank import (
     Matrix,
     completed,
@@ -176,7 +176,7 @@ class powersgd:  # noqa: N801 (as DDP's hooks)
 
         def compressed(count: jax.Array, residuals: list[Any], q: list[Any]) -> Any:
             means, *new = self._compressed(local, residuals, count, q)
-            return means, *jax.tree.map(_as, new, [residuals, q])
+            return means, *jax.tree.map(as_before, new, [residuals, q])
 
         def exact(count: jax.Array, residuals: list[Any], q: list[Any]) -> Any:
             del count
@@ -285,11 +285,6 @@ def _everywhere(value: jax.Array, like: Unreduced) -> jax.Array:
 def _described(factors: tuple[int, ...] | None, residual: bool) -> str:
     shape = "no factors" if factors is None else f"factors {factors}"
     return f"{shape} and {'a' if residual else 'no'} residual"
-
-
-def _as(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns a new leaf of the state as the old one's type: both branches must agree."""
-    return vary(new.astype(old.dtype), varying_axes(old))
 
 
 def _whole(local: Local, matrices: dict[int, Matrix]) -> Local:

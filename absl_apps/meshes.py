@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 DATA_AXIS = "dp"
@@ -43,8 +44,8 @@ def prepare_platform(cpu_devices: int) -> None:
     JAX_NUM_CPU_DEVICES and XLA_FLAGS=--xla_force_host_platform_device_count.
 
     Args:
-      cpu_devices: the number of simulated CPU devices. Accelerators, where there are any, are
-        used as they are.
+      cpu_devices: the number of simulated CPU devices, of each process where there are several.
+        Accelerators, where there are any, are used as they are.
     """
     if jax.config.jax_platforms is None and not _accelerator_possible():
         # With libtpu installed for ahead-of-time compilation but no TPU in the machine, JAX falls
@@ -82,7 +83,7 @@ def make(axes: Mapping[str, int], asked: str, simulate: str | None = None) -> ja
       simulate: the flag, if there is one, that sets the number of simulated devices.
 
     Raises:
-      ValueError: if there are fewer devices than that.
+      ValueError: if there are fewer devices than that, or a process would have none of them.
     """
     devices, needed = jax.devices(), math.prod(axes.values())
     if needed > len(devices):
@@ -94,6 +95,13 @@ def make(axes: Mapping[str, int], asked: str, simulate: str | None = None) -> ja
             f"{asked}: needs {product + ' = ' if len(axes) > 1 else ''}{needed} devices, "
             f"found {len(devices)} ({platform}); {remedy}."
         )
+    idle = {device.process_index for device in devices[needed:]}
+    idle -= {device.process_index for device in devices[:needed]}
+    if idle:
+        raise ValueError(
+            f"{asked}: takes {needed} of {len(devices)} devices, and none of process {min(idle)}; "
+            f"take all {len(devices)}, or start fewer processes."
+        )
     # Auto axes: the step is written for the whole batch, and the compiler places the rest.
     return jax.make_mesh(
         tuple(axes.values()),
@@ -101,6 +109,16 @@ def make(axes: Mapping[str, int], asked: str, simulate: str | None = None) -> ja
         axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
         devices=devices[:needed],
     )
+
+
+def local_rows(sharding: jax.sharding.Sharding, batch: int) -> np.ndarray:
+    """Return which rows of a batch the devices of this process hold, in order, each once.
+
+    That is for the sharding to say: a process need not hold rows that adjoin, and processes that
+    share a model axis hold the same ones.
+    """
+    held = sharding.addressable_devices_indices_map((batch,)).values()
+    return np.unique(np.concatenate([np.arange(batch)[rows] for (rows,) in held]))
 
 
 def data_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:

@@ -16,20 +16,30 @@ import optax
 
 import gradaccum
 
-METRICS, RUN = "metrics.jsonl", "run.json"
+METRICS, RUN, PROFILE = "metrics.jsonl", "run.json", "profile"
 
 
 class RunFiles:
     """The files of one run in one directory; nothing that an earlier run wrote is touched.
 
+    Args:
+      workdir: the directory, made if missing.
+      writes: False in all processes of a run but one: then nothing is made nor written.
+
     Raises:
       ValueError: if the directory holds another run's metrics, or cannot be written.
     """
 
-    def __init__(self, workdir: str):
+    def __init__(self, workdir: str, writes: bool = True):
         self.workdir = workdir
+        self.writes = writes
         self.metrics_path = os.path.join(workdir, METRICS)
         self.run_path = os.path.join(workdir, RUN)
+        self.profile_path = os.path.join(workdir, PROFILE)
+        if writes:
+            self._claim(workdir)
+
+    def _claim(self, workdir: str) -> None:
         where = f"--workdir={workdir}"
         try:
             if os.path.exists(workdir) and not os.path.isdir(workdir):
@@ -58,11 +68,15 @@ class RunFiles:
     def log(self, **metrics: float) -> None:
         """Append one line to metrics.jsonl; a reader sees it at once, and sees it whole."""
         line = json.dumps(metrics, allow_nan=False) + "\n"
+        if not self.writes:
+            return
         with open(self.metrics_path, "a") as stream:
             stream.write(line)
 
     def describe(self, run: Mapping[str, Any]) -> None:
         """Replace run.json in one move, so that it is never half written."""
+        if not self.writes:
+            return
         partial = self.run_path + ".partial"
         with open(partial, "w") as stream:
             json.dump(run, stream, indent=1, allow_nan=False)

@@ -1,12 +1,14 @@
 """Bytes of real text: which files, their entropy, and sequences drawn by seed and step.
 
 Nothing here knows about devices. A batch is a pure function of (data, seed, step), so a run that
-stops and one that goes on see the same batches, and so does every process of a cluster.
+stops and one that goes on see the same batches, and the processes of a cluster each make their own
+rows of the one batch that all agree on.
 """
 
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import sysconfig
 from collections.abc import Sequence
@@ -68,6 +70,11 @@ def check_length(data: np.ndarray, seq_len: int) -> None:
         )
 
 
+def checksum(data: np.ndarray) -> str:
+    """Return a text that tells data from other data: their SHA-256, shortened."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
 def unigram_entropy(data: np.ndarray) -> float:
     """Return -sum_b p(b) log p(b) in nats: the best loss of a model that ignores context."""
     counts = np.bincount(data, minlength=256)
@@ -75,8 +82,27 @@ def unigram_entropy(data: np.ndarray) -> float:
     return float(-np.sum(p * np.log(p)))
 
 
-def sample(data: np.ndarray, seed: int, step: int, batch: int, length: int) -> np.ndarray:
-    """Return sequences drawn by (seed, step), uint8 `[batch, length]`."""
+def sample(
+    data: np.ndarray,
+    seed: int,
+    step: int,
+    batch: int,
+    length: int,
+    rows: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return sequences drawn by (seed, step), uint8 `[batch, length]`.
+
+    Args:
+      data: uint8 `[N]`.
+      seed: of the run.
+      step: whose batch this is.
+      batch: sequences of all processes.
+      length: bytes of a sequence.
+      rows: the sequences of the batch to return, int `[r]`; None: all. What they hold does not
+        depend on it.
+    """
     last = data.size - length
     starts = np.random.default_rng((seed, step)).integers(0, last, size=batch, endpoint=True)
+    if rows is not None:
+        starts = starts[rows]
     return data[starts[:, None] + np.arange(length)]

@@ -24,6 +24,7 @@ import dataclasses
 import functools
 import math
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,13 +32,13 @@ from typing import Any
 
 import jax
 import optax
-import tqdm
 from absl import app, flags
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradaccum
 from absl_apps import (
+    cluster,
     comm_hooks,
     flag_parsing,
     layers,
@@ -45,6 +46,7 @@ from absl_apps import (
     run_files,
     text_data,
     train_flags,
+    train_loop,
     transformer,
 )
 from absl_apps.meshes import MODEL_AXIS
@@ -107,46 +109,6 @@ def make_step(
     return step
 
 
-############################################ The loop ############################################
-
-
-def run_steps(
-    step_fn: Callable[..., Any],
-    state: TrainState,
-    load_batch: Callable[[int], jax.Array],
-    steps: int,
-    tokens_a_step: int,
-    outputs: run_files.RunFiles,
-) -> tuple[list[float], dict[str, float]]:
-    """Take the steps and log each; return all losses, and what the hook measured at last.
-
-    Exits at a loss that is not finite.
-    """
-    losses: list[float] = []
-    measured: dict[str, float] = {}
-    tokens = load_batch(0)
-    finished = time.monotonic()
-    # disable=None: the bar shows on a terminal only.
-    for step in (bar := tqdm.tqdm(range(steps), unit="step", disable=None)):
-        state, loss = step_fn(state, tokens)
-        # The devices work by themselves now: prepare the next batch, then ask for the loss.
-        if step + 1 < steps:
-            tokens = load_batch(step + 1)
-        losses.append(float(loss))
-        started, finished = finished, time.monotonic()
-        if not math.isfinite(losses[-1]):
-            sys.exit(
-                f"train: the loss is {losses[-1]} at step {step}; lower --learning_rate. "
-                f"The steps before it are in {outputs.metrics_path}."
-            )
-        rate = tokens_a_step / (finished - started)
-        measured = comm_hooks.measured(state.opt_state)
-        outputs.log(step=step, loss=losses[-1], **measured, tokens_per_second=rate)
-        shown = {"loss": f"{losses[-1]:.3f}"} | {k: f"{x:.1f}" for k, x in measured.items()}
-        bar.set_postfix(shown, tokens_per_second=f"{rate:,.0f}")
-    return losses, measured
-
-
 ########################################## The program ###########################################
 
 
@@ -171,8 +133,13 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         files = text_data.find_files([part for text in chosen for part in text.split(",") if part])
         data = text_data.load(files, FLAGS.max_data_bytes)
         text_data.check_length(data, FLAGS.seq_len)
+    with errors_in_one_line():
+        # What differs between processes would have them wait for each other for ever.
+        facts = train_flags.agreed(FLAGS) | run_files.environment(mesh)["versions"]
+        facts["data"] = f"{data.size:,} bytes, SHA-256 {text_data.checksum(data)}"
         workdir = FLAGS.workdir or os.path.join("runs", time.strftime("%Y%m%d-%H%M%S"))
-        outputs = run_files.RunFiles(workdir)
+        told = cluster.agree(facts | {"_workdir": workdir, "_host": platform.node()})
+        outputs = run_files.RunFiles(told[0]["_workdir"], writes=jax.process_index() == 0)
 
     ############################# The model and its state, on the mesh #############################
 
@@ -186,10 +153,14 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     init = jax.jit(lambda key: init_state(key, config, tx), out_shardings=where)
 
+    split = NamedSharding(mesh, P(data_axes))
+    rows = meshes.local_rows(split, FLAGS.global_batch)
+
     def load_batch(step: int) -> jax.Array:
         """The batch of a step, uint8 [B, seq_len + 1]: inputs, and targets one byte later."""
-        tokens = text_data.sample(data, FLAGS.seed, step, FLAGS.global_batch, FLAGS.seq_len + 1)
-        return jax.device_put(tokens, NamedSharding(mesh, P(data_axes)))
+        shape = FLAGS.global_batch, FLAGS.seq_len + 1
+        tokens = text_data.sample(data, FLAGS.seed, step, *shape, rows)  # this process's alone
+        return jax.make_array_from_process_local_data(split, tokens, shape)
 
     state = init(jax.random.key(FLAGS.seed))
     hooked = None
@@ -202,16 +173,18 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     along = " and ".join(data_axes)
     per_device = FLAGS.global_batch // (FLAGS.microbatches * devices)
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
-    print(
+    say = functools.partial(print, flush=True) if outputs.writes else lambda _: None
+    processes = jax.process_count()
+    say(
         f"data: {data.size:,} bytes of {len(files)} files\n"
         f"byte-unigram entropy: {entropy:.3f} nats a byte\n"
         f"model: {transformer.size(state.params):,} parameters\n"
         f"mesh: {','.join(f'{axis}={n}' for axis, n in mesh.shape.items())}, "
-        f"{mesh.devices.flat[0].device_kind}\n"
+        f"{mesh.devices.flat[0].device_kind}"
+        f"{f', {processes} processes' if processes > 1 else ''}\n"
         f"state: {held:,} bytes of parameters and optimizer on each device, {FLAGS.sharding}\n"
         f"batch: {FLAGS.global_batch} = {devices} devices along {along} * "
-        f"{FLAGS.microbatches} microbatches * {per_device} sequences of {FLAGS.seq_len} bytes",
-        flush=True,
+        f"{FLAGS.microbatches} microbatches * {per_device} sequences of {FLAGS.seq_len} bytes"
     )
 
     ####################### One compilation: the step audited is the step run ######################
@@ -220,20 +193,23 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     step_fn = make_step(config, mesh, FLAGS.microbatches, tx, *options)
     with errors_in_one_line() if hook else contextlib.nullcontext():
         step_fn = step_fn.lower(state, load_batch(0))
+    with errors_in_one_line():
+        cluster.agree_on_program(step_fn)
     step_fn = step_fn.compile()
+    cluster.exchange("compiled")  # the slowest compiler may take longer than a collective waits
     report = audit.collectives(step_fn, mesh=mesh)
-    print(f"\nwhat one step communicates:\n{report}", flush=True)
+    say(f"\nwhat one step communicates:\n{report}")
     branch = comm_hooks.in_branch(hook)
     for axes in comm_hooks.audited_axes(hook, data_axes):
         audit.assert_one_reduction(step_fn, axis_name=axes, mesh=mesh, conditional=branch)
     checked = "one cross-device mean: checked"
-    print(f"one device along {along}: no mean" if devices == 1 else checked, flush=True)
-    print()
+    say((f"one device along {along}: no mean" if devices == 1 else checked) + "\n")
 
     run = {
         "flags": flag_parsing.chosen(FLAGS, train_flags.GROUPS),
         **run_files.environment(mesh),
         "mesh": dict(mesh.shape),
+        "processes": processes,
         "parameters": transformer.size(state.params),
         "state_bytes": held,  # of each device
         "data": {"files": len(files), "bytes": data.size, "unigram_entropy": entropy},
@@ -245,8 +221,12 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
 
     outputs.describe(run)
     tokens_a_step = FLAGS.global_batch * FLAGS.seq_len
-    args = step_fn, state, load_batch, FLAGS.steps, tokens_a_step, outputs
-    losses, measured = run_steps(*args)
+    profile = None
+    if FLAGS.profile_steps:
+        steps = train_flags.parse_steps(FLAGS.profile_steps)
+        profile = train_loop.Profile(outputs.profile_path, steps, [t["_host"] for t in told])
+    args = step_fn, state, load_batch, FLAGS.steps, tokens_a_step, outputs, profile
+    losses, measured = train_loop.run_steps(*args)
 
     ######################################## The end ##########################################
 
@@ -254,31 +234,37 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     run |= {"final_loss": sum(last) / len(last), **measured}
     run["seconds"] = time.monotonic() - started
     outputs.describe(run)
-    print(
+    say(
         f"final loss: {run['final_loss']:.3f} nats a byte, the mean of the last {len(last)} of "
         f"{FLAGS.steps} steps\n"
         f"byte-unigram entropy: {entropy:.3f} nats a byte\n"
         f"{comm_hooks.told(measured)}"
-        f"took {run['seconds']:.0f} s; files: {outputs.metrics_path} {outputs.run_path}",
-        flush=True,
+        f"took {run['seconds']:.0f} s; files: {outputs.metrics_path} {outputs.run_path}"
+        f"{profile.told() if profile else ''}"
     )
     return run
 
 
 @contextlib.contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """Exit with the message, not a traceback, where the mistake is the user's."""
+    """Exit with the message, not a traceback, where the mistake is the user's: all processes do."""
     try:
-        yield
-    except (ValueError, OSError) as error:
+        with cluster.failing_together():
+            yield
+    except ValueError as error:
         sys.exit(f"train: {error}")
 
 
 def main(argv: list[str]) -> None:
     del argv  # train_flags.parse has refused all but flags
-    # A cluster's jax.distributed.initialize belongs here too: before the first device query.
-    meshes.prepare_platform(flags.FLAGS.cpu_devices)
-    train(flags.FLAGS)
+    FLAGS = flags.FLAGS
+    meshes.prepare_platform(FLAGS.cpu_devices)
+    if not FLAGS.multihost:
+        train(FLAGS)
+        return
+    with cluster.ending_together():
+        cluster.join("train", FLAGS)  # before the first device query
+        train(FLAGS)
 
 
 if __name__ == "__main__":

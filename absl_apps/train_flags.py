@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable
+from typing import Any
 
 from absl import flags
 
-from absl_apps import comm_hooks, flag_parsing, meshes, transformer
+from absl_apps import cluster, comm_hooks, flag_parsing, meshes, transformer
 from absl_apps.meshes import DATA_AXIS, MODEL_AXIS, REPLICA_AXIS
 
 # How parameters, and gradients with the optimizer's state, lie on the data axes.
@@ -35,8 +37,12 @@ GROUPS = {
         "comm_hook",
     ),
     "Devices": ("mesh", "sharding", "sequence_parallel", "cpu_devices"),
-    "Output": ("workdir",),
+    "Processes": cluster.FLAGS,
+    "Output": ("workdir", "profile_steps"),
 }
+
+# What the processes of one run may differ in: where things are, and how they found each other.
+OWN = {"data", "workdir", "cpu_devices", *cluster.FLAGS}
 
 
 def define(values: flags.FlagValues) -> None:
@@ -130,13 +136,27 @@ def define(values: flags.FlagValues) -> None:
         f"{MODEL_AXIS} otherwise hold whole, are sharded over it along the sequence.",
         flag_values=values,
     )
-    integer("cpu_devices", 8, "Simulated CPU devices, on a machine without accelerators.")
+    integer(
+        "cpu_devices",
+        8,
+        "Simulated CPU devices of each process, on a machine without accelerators.",
+    )
+
+    cluster.define(values)
 
     flags.DEFINE_string(
         "workdir",
         None,
         "Directory of this run's metrics.jsonl and run.json, made if missing; another run's "
-        "is refused. Default: a new one, runs/<date>-<time>.",
+        "is refused. Default: a new one, runs/<date>-<time>. Of several processes, process 0 alone "
+        "writes these two.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "profile_steps",
+        None,
+        "Steps to profile, as 10:15 for 10 to 14, counted from 0; into profile/ of --workdir, by "
+        "each process on its own host, for XProf.",
         flag_values=values,
     )
 
@@ -165,7 +185,40 @@ def define(values: flags.FlagValues) -> None:
             )
         return True
 
-    del _model, _mesh, _rate, _comm_hook, _warmup  # registered
+    @flags.multi_flags_validator(["profile_steps", "steps"], flag_values=values)
+    def _profile(given: dict[str, Any]) -> bool:
+        text = given["profile_steps"]
+        return text is None or _valid(lambda: check_profile(text, given["steps"]))
+
+    del _model, _mesh, _rate, _comm_hook, _warmup, _profile  # registered
+
+
+def agreed(values: flags.FlagValues) -> dict[str, Any]:
+    """Return the flags that all processes of a run must be given alike, by how they are written."""
+    chosen = flag_parsing.chosen(values, GROUPS)
+    return {f"--{name}": value for name, value in chosen.items() if name not in OWN}
+
+
+def parse_steps(text: str) -> range:
+    """Return the steps of `"10:15"`: 10, 11, 12, 13 and 14.
+
+    Raises:
+      ValueError: unless the text is two numbers, the first the smaller.
+    """
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ValueError(f"{text!r} is not start:stop with start < stop; write for example 10:15.")
+    return range(int(match[1]), int(match[2]))
+
+
+def check_profile(text: str, steps: int) -> None:
+    """Raise ValueError unless all steps to profile are taken."""
+    profiled = parse_steps(text)
+    if profiled.stop > steps:
+        raise ValueError(
+            f"--profile_steps={text}: step {profiled.stop - 1} is not taken, as --steps={steps} "
+            f"ends with step {steps - 1}; steps count from 0."
+        )
 
 
 def check_axes(axes: dict[str, int]) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import socket
 import sys
 import threading
 import traceback
@@ -140,6 +141,8 @@ def join(program: str, values: flags.FlagValues) -> None:
     watch.daemon = True
     watch.start()
     try:
+        if given["process_id"] == 0 and given["coordinator_address"]:
+            _check_port(given["coordinator_address"])
         jax.distributed.initialize(
             **given,
             # What is said in full is not looked up: that could take minutes.
@@ -156,6 +159,13 @@ def join(program: str, values: flags.FlagValues) -> None:
         counts = ", ".join(f"{n} in process {i}" for i, n in sorted(devices.items()))
         sys.exit(f"{program}: --multihost: all need as many devices; found {counts}.")
     exchange("joined")  # while all are here: what they talk over is set up
+
+
+def _check_port(address: str) -> None:
+    """Raises OSError where another process listens, say of an earlier run: JAX would crash."""
+    port = int(address.rpartition(":")[2])
+    if "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+        socket.create_server(("", port)).close()
 
 
 def _late(program: str, values: flags.FlagValues) -> None:
@@ -228,16 +238,18 @@ def agree(facts: Mapping[str, object]) -> list[dict[str, object]]:
     Raises:
       ValueError: in all processes, with what differs, and how.
     """
-    everyone = [json.loads(text) for text in exchange(json.dumps(facts, sort_keys=True))]
+    everyone = [json.loads(text) for text in exchange(json.dumps(facts))]
     first = everyone[0]
     for index, other in enumerate(everyone[1:], start=1):
-        for name in sorted({*first, *other}):
-            values = [json.dumps(theirs.get(name)) for theirs in (first, other)]
-            if values[0] != values[1] and not name.startswith("_"):
-                raise ValueError(
-                    f"the processes differ in {name}: {values[0]} in process 0, {values[1]} in "
-                    f"process {index}; start all of them alike."
-                )
+        names = [name for name in {**first, **other} if not name.startswith("_")]
+        differing = [
+            f"{name} is {json.dumps(first.get(name))} in process 0, "
+            f"{json.dumps(other.get(name))} in process {index}"
+            for name in names
+            if first.get(name) != other.get(name)
+        ]
+        if differing:
+            raise ValueError(f"the processes differ: {'; '.join(differing)}; start all alike.")
     return everyone
 
 

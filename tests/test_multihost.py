@@ -1,0 +1,417 @@
+"""Several processes as one run, for real: over gloo on this machine, and what ends them.
+
+Each process of a run starts JAX and compiles, so a run serves every test that can do with it.
+"""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import multihost_worker
+import numpy as np
+import pytest
+from absl import flags
+
+from absl_apps import cluster, train, train_flags
+
+ROOT = pathlib.Path(train.__file__).parent.parent
+TINY = ("--d_model=16", "--n_layer=1", "--n_head=4", "--seq_len=16", "--compute_dtype=float32")
+SMALL = (*TINY, "--global_batch=16", "--microbatches=2", "--learning_rate=0.03")
+FOREVER = "--steps=1000000"
+GLOO = re.compile(r"(\[Gloo\] Rank |\d+ is connected to |Expected number of |\d+ *$|$)")  # its own
+
+
+class Processes:
+    """The processes of one run on this machine."""
+
+    def __init__(self, directory, n, program, args, each=None):
+        self.directory, self.started = directory, time.monotonic()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        here = [f"--coordinator_address=127.0.0.1:{port}", f"--num_processes={n}"]
+        self.all = []
+        for i in range(n):
+            own = each[i] if each else []
+            ids = ["--multihost", *here, f"--process_id={i}"]
+            with open(self.path(i, "out"), "w") as out, open(self.path(i, "err"), "w") as err:
+                command = [sys.executable, *program, *args, *own, *ids]
+                self.all.append(
+                    subprocess.Popen(command, stdout=out, stderr=err, env=environment(), cwd=ROOT)
+                )
+
+    def path(self, i, kind):
+        return self.directory / f"{kind}{i}"
+
+    def text(self, i, kind):
+        return self.path(i, kind).read_text()
+
+    def errors(self, i):
+        """Returns what a process wrote to stderr, without what JAX logs."""
+        return [x for x in self.text(i, "err").splitlines() if not re.match(r"I\d{4} ", x)]
+
+    def codes(self, within):
+        """Waits until all have ended; returns their exit codes."""
+        deadline = time.monotonic() + within
+        return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.all]
+
+    def end(self):
+        for process in self.all:
+            process.kill()
+            process.wait()
+
+
+def environment(**more):
+    """Returns an environment that says nothing of devices or clusters but that these are CPUs."""
+    said = ("JAX_", "XLA_", "SLURM_", "OMPI_", "KUBERNETES_", "TPU_", "MEGASCALE_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(said)}
+    return kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | more
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts processes, and ends those that a test leaves behind."""
+    started = []
+
+    def start_(n, *args, program=("-m", "absl_apps.train"), each=None):
+        started.append(Processes(tmp_path, n, program, args, each))
+        return started[-1]
+
+    yield start_
+    for processes in started:
+        processes.end()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 50)
+    return path
+
+
+def parse(*args):
+    values = flags.FlagValues()
+    train_flags.parse(["train", *args], values, manual="")
+    return values
+
+
+def losses(workdir):
+    return [json.loads(x)["loss"] for x in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+######################################### One run of many ########################################
+
+RUNS = {
+    "two": (2, "--cpu_devices=4", "--profile_steps=1:3"),
+    # Every row of the batch is in two processes, which hold halves of one copy of the model.
+    "four": (4, "--cpu_devices=2", "--mesh=dp=2,mp=4"),
+}
+
+
+@pytest.fixture(scope="module", params=list(RUNS))
+def runs(request, text, tmp_path_factory):
+    """Processes that have ended, the directory of their run, and that of the same run in one."""
+    n, devices, *args = RUNS[request.param]
+    directory = tmp_path_factory.mktemp("processes")
+    common = [*SMALL, "--steps=4", f"--data={text}", *args]
+    many = [*common, f"--workdir={directory / 'many'}", devices]
+    processes = Processes(directory, n, ("-m", "absl_apps.train"), many)
+    try:
+        train.train(parse(*common, f"--workdir={directory / 'one'}"))
+        assert processes.codes(within=120) == [0] * n, processes.text(0, "err")
+    finally:
+        processes.end()
+    return processes, directory / "many", directory / "one"
+
+
+@pytest.mark.slow
+def test_the_losses_are_those_of_one_process(runs):
+    _, many, one = runs
+    # Not the same bits: gloo adds in another order.
+    np.testing.assert_allclose(losses(many), losses(one), rtol=2e-6)
+    assert np.min(np.abs(np.diff(losses(one)))) > 1e-3  # far more than that
+
+
+@pytest.mark.slow
+def test_one_process_writes_and_prints(runs):
+    processes, many, one = runs
+    n = len(processes.all)
+    found, alone = (json.loads((workdir / "run.json").read_text()) for workdir in (many, one))
+    same = set(alone) - {"flags", "processes", "final_loss", "seconds"}
+    assert {name: found[name] for name in same} == {name: alone[name] for name in same}
+    assert (found["processes"], alone["processes"]) == (n, 1)
+    assert found["final_loss"] == pytest.approx(alone["final_loss"], rel=1e-6)
+    assert len((many / "metrics.jsonl").read_text().splitlines()) == 4
+    assert {path.name for path in many.iterdir()} == {path.name for path in one.iterdir()}
+
+    printed = processes.text(0, "out")
+    assert re.search(rf"^mesh: dp=.*, cpu, {n} processes$", printed, re.M)
+    assert "one cross-device mean: checked" in printed
+    for i in range(1, n):
+        said = [x for x in processes.text(i, "out").splitlines() if not GLOO.match(x)]
+        assert not said
+    assert not processes.errors(0)
+
+
+@pytest.mark.slow
+def test_every_process_profiles_the_same_steps(runs):
+    processes, many, _ = runs
+    if not (many / "profile").exists():
+        assert "--profile_steps=1:3" not in RUNS["four"]
+        return
+    files = sorted((many / "profile").rglob("*.xplane.pb"))
+    # On one host, which is one name of a file: so a session of each process.
+    assert [path.parent.name for path in files] == [
+        "steps_1_3_process_0",
+        "steps_1_3_process_1",
+    ]
+    for path in files:
+        held = path.read_bytes()
+        assert b"gradaccum/microbatches" in held
+        assert b"gradaccum/mean" in held
+    assert f"xprof --logdir={many / 'profile'}" in processes.text(0, "out")
+
+
+############################################ The rows ############################################
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What each of two processes of tests/multihost_worker.py saw."""
+    directory = tmp_path_factory.mktemp("worker")
+    program = [multihost_worker.__file__]
+    each = [[str(directory / f"seen{i}")] for i in range(2)]
+    processes = Processes(directory, 2, program, (), each)
+    try:
+        # The second ends itself by SIGTERM, which JAX would take for a notice.
+        assert processes.codes(within=60) == [0, -signal.SIGTERM], processes.text(0, "err")
+    finally:
+        processes.end()
+    return [json.loads((directory / f"seen{i}").read_text()) for i in range(2)]
+
+
+@pytest.mark.parametrize("mesh", multihost_worker.MESHES)
+def test_the_rows_of_the_processes_cover_the_batch_and_are_disjoint_by_data(seen, mesh):
+    rows = [set(process["rows"][mesh]) for process in seen]
+    assert rows[0] | rows[1] == set(range(multihost_worker.BATCH))
+    shared = {"model over processes": 16, "model alone": 16, "braided": 8}
+    assert len(rows[0] & rows[1]) == shared.get(mesh, 0)
+
+
+def test_processes_tell_each_other_everything(seen):
+    for index, process in enumerate(seen):
+        assert process["devices"] == 8
+        assert process["exchanged"] == ["", "né"]
+        assert process["nothing"] == ["", ""]
+        told = "[Errno 2] No such file: 'there'"
+        others = [told if i == index else f"process {i}: {told}" for i in range(2)]
+        assert process["failed"] == [*others, None]
+        assert process["differ"] == (
+            "the processes differ: b is 0 in process 0, 1 in process 1; "
+            "c is [0] in process 0, [1] in process 1; start all alike."
+        )
+        assert process["agreed"] == [{"a": 1, "_d": 0}, {"a": 1, "_d": 1}]
+
+
+def test_a_mesh_leaves_no_process_without_a_device(seen):
+    for process in seen:
+        assert process["idle"] == (
+            "--mesh=dp=4: takes 4 of 8 devices, and none of process 1; "
+            "take all 8, or start fewer processes."
+        )
+
+
+########################################### Their ends ###########################################
+
+
+def wait_for_steps(processes, workdir):
+    """Waits until two steps are in the metrics."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and all(p.poll() is None for p in processes.all):
+        path = workdir / "metrics.jsonl"
+        if path.exists() and path.read_text().count("\n") >= 2:
+            return
+        time.sleep(0.1)
+    raise AssertionError(processes.text(0, "err"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1], ids=["coordinator", "other"])
+def test_a_process_that_dies_ends_the_others(start, text, tmp_path, victim):
+    args = [*SMALL, FOREVER, f"--data={text}", f"--workdir={tmp_path / 'run'}", "--cpu_devices=2"]
+    # By this silence the others notice, or at once. The default leaves a third of the minute.
+    processes = start(2, *args, "--heartbeat_timeout=4")
+    assert parse().heartbeat_timeout <= 40
+    wait_for_steps(processes, tmp_path / "run")
+    processes.all[victim].kill()
+    codes = processes.codes(within=60)
+    assert codes[victim] == -signal.SIGKILL
+    assert codes[1 - victim] not in (0, None)
+    assert processes.errors(1 - victim)  # it says why, by gloo or by the lost heartbeat
+
+
+@pytest.mark.slow
+def test_an_error_in_one_process_ends_the_others(start, text, tmp_path):
+    workdir = tmp_path / "run"
+    args = [*SMALL, FOREVER, f"--data={text}", f"--workdir={workdir}", "--cpu_devices=1"]
+    processes = start(2, *args)
+    wait_for_steps(processes, workdir)
+    workdir.rename(tmp_path / "gone")
+    codes = processes.codes(within=60)
+    assert codes[0] == 1
+    assert codes[1] != 0
+    assert "FileNotFoundError" in processes.text(0, "err")
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (
+            ["--seed=1", "--max_data_bytes=99"],
+            r"the processes differ: --max_data_bytes is 8000000 in process 0, 99 in process 1; "
+            r'--seed is 0 in process 0, 1 in process 1; data is "2,250 bytes, SHA-256 \w+" in '
+            r'process 0, "99 bytes, SHA-256 \w+" in process 1; start all alike\.$',
+        ),
+        (["--data=/nowhere"], r"(process 1: )?--data: no file matches /nowhere\.$"),
+        (["--cpu_devices=2"], r"--multihost: .* found 1 in process 0, 2 in process 1\.$"),
+    ],
+    ids=["flags-and-data", "no-data", "devices"],
+)
+def test_processes_that_differ_end_with_one_line(start, text, tmp_path, own, message):
+    workdir = tmp_path / "run"
+    args = [*SMALL, "--steps=4", f"--data={text}", f"--workdir={workdir}", "--cpu_devices=1"]
+    if "--data=/nowhere" in own:
+        args.remove(f"--data={text}")
+    processes = start(2, *args, each=[[f"--data={text}"], own])
+    assert processes.codes(within=60) == [1, 1]
+    for i in range(2):
+        (line,) = processes.errors(i)
+        assert re.match(f"train: {message}", line)
+    assert not workdir.exists()
+
+
+def test_a_directory_that_is_taken_is_an_error_in_all(start, text, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    args = [*SMALL, "--steps=4", f"--data={text}", f"--workdir={tmp_path}", "--cpu_devices=1"]
+    processes = start(2, *args)
+    assert processes.codes(within=60) == [1, 1]
+    for i, who in enumerate(["", "process 0: "]):
+        (line,) = processes.errors(i)
+        assert line.startswith(f"train: {who}--workdir={tmp_path}: ")
+
+
+######################################## Before they join ########################################
+
+
+def command(*args, **environment_):
+    result = subprocess.run(
+        [sys.executable, "-m", "absl_apps.train", *SMALL, *args],
+        capture_output=True,
+        text=True,
+        env=environment(**environment_),
+        cwd=ROOT,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 1, result.stderr
+    return [x for x in result.stderr.splitlines() if not re.match(r"I\d{4} ", x)]
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_whose_others_do_not_come_says_so(process):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    said = command(
+        "--multihost",
+        f"--coordinator_address={address}",
+        "--num_processes=2",
+        f"--process_id={process}",
+        "--initialization_timeout=1",
+    )
+    assert said == [
+        f"train: --multihost: not all 2 processes have joined at {address} in "
+        "--initialization_timeout=1 s; start all of them, with one address that all can reach."
+    ]
+
+
+def test_a_port_that_is_taken_is_one_line():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        address = f"--coordinator_address=127.0.0.1:{port}"
+        (line,) = command("--multihost", address, "--num_processes=2", "--process_id=0")
+    assert re.match(r"train: --multihost: .*[Aa]ddress already in use", line)
+
+
+def test_without_a_cluster_the_flags_are_named():
+    (line,) = command("--multihost")
+    assert re.match(
+        r"train: --multihost: there is no cluster to ask here .*Slurm or Open MPI\); give "
+        r"--coordinator_address=HOST:PORT --num_processes=N --process_id=I\.",
+        line,
+    )
+
+
+def test_a_cluster_says_what_the_flags_do_not():
+    """As Slurm would; the second of its two processes does not come."""
+    (line,) = command(
+        "--multihost",
+        "--initialization_timeout=1",
+        SLURM_JOB_ID="77",
+        SLURM_STEP_NODELIST="localhost",
+        SLURM_NTASKS="2",
+        SLURM_PROCID="1",
+        SLURM_LOCALID="0",
+    )
+    assert "not all its processes have joined in --initialization_timeout=1 s" in line
+
+
+MANY = ("--multihost", "--coordinator_address=a:1")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["--num_processes=2", "--process_id=0"],
+            r"--num_processes=2 --process_id=0: .* add --m",
+        ),
+        (["--coordinator_address=a:1"], r"--coordinator_address=a:1: says how .* add --multihost"),
+        ([*MANY, "--process_id=1"], r"--process_id=1: --num_processes is missing; give both"),
+        ([*MANY, "--num_processes=2"], r"--num_processes=2: --process_id is missing; give both"),
+        (
+            [*MANY, "--num_processes=2", "--process_id=2"],
+            r"--process_id=2: the 2 processes count from 0 to 1\.",
+        ),
+        (["--multihost", "--coordinator_address=a"], r"is not HOST:PORT; write for example"),
+        (["--multihost", "--coordinator_address=a:0"], r"is not HOST:PORT"),
+        (["--multihost", "--coordinator_address=a:65536"], r"is not HOST:PORT"),
+        ([*MANY, "--process_id=-1", "--num_processes=2"], r"--process_id=-1"),
+        (["--heartbeat_timeout=1"], r"--heartbeat_timeout=1"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_flags_that_make_no_sense_are_one_line(args, message):
+    with pytest.raises(SystemExit, match=message) as exit_:
+        parse(*args)
+    assert "\n" not in exit_.value.code
+
+
+def test_flags_that_a_cluster_completes_are_taken():
+    parse("--multihost")
+    parse(*MANY)
+    parse("--multihost", "--num_processes=2", "--process_id=1")
+    parse(*MANY, "--num_processes=1", "--process_id=0")
+
+
+def test_one_process_has_no_one_to_ask():
+    assert cluster.exchange("said") == ["said"]
+    assert cluster.agree({"a": 1, "_b": 2}) == [{"a": 1, "_b": 2}]
+    with pytest.raises(ValueError, match=r"^no such thing$"), cluster.failing_together():
+        raise ValueError("no such thing")
+    with pytest.raises(ZeroDivisionError), cluster.failing_together():
+        raise ZeroDivisionError

@@ -15,6 +15,9 @@ Sharded state:      python -m absl_apps.train --sharding=fsdp --mesh=replica=2,d
 Tensor parallel:    python -m absl_apps.train --mesh=dp=4,mp=2 --sequence_parallel
 Gradients in int8:  python -m absl_apps.train --comm_hook=int8_quantize:error_feedback=True
 Text of your own:  python -m absl_apps.train --data='books/*.txt' --workdir=runs/books
+Several hosts, one command on each; where the cluster does not say which of them this is, as a TPU
+pod does, --coordinator_address=HOST:PORT --num_processes=N --process_id=I do:
+                   python -m absl_apps.train --multihost --profile_steps=10:15
 """
 
 from __future__ import annotations

@@ -216,8 +216,8 @@ def check_profile(text: str, steps: int) -> None:
     profiled = parse_steps(text)
     if profiled.stop > steps:
         raise ValueError(
-            f"--profile_steps={text}: step {profiled.stop - 1} is not taken, as --steps={steps} "
-            f"ends with step {steps - 1}; steps count from 0."
+            f"step {profiled.stop - 1} is not taken: they count from 0, and --steps={steps} end "
+            f"with {steps - 1}."
         )
 
 

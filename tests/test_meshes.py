@@ -91,6 +91,13 @@ def test_a_shard_of_a_model_axis_is_split_by_the_same_rule(shape, model, spec, a
     assert jax.sharding.NamedSharding(mesh, spec).shard_shape(shape)  # it divides
 
 
+def test_one_process_holds_all_rows():
+    for axes in ({"dp": 8}, {"dp": 4, "mp": 2}, {"dp": 1, "mp": 4}):
+        mesh = meshes.make(axes, "")
+        split = jax.sharding.NamedSharding(mesh, P(meshes.data_axes(mesh)))
+        assert meshes.local_rows(split, 16).tolist() == list(range(16))  # others: test_multihost
+
+
 def test_data_axes_are_all_but_the_model_axis():
     for axes in ({"dp": 8}, {"replica": 2, "dp": 2, "mp": 2}, {"dp": 1, "mp": 4}):
         assert meshes.data_axes(meshes.make(axes, "")) == tuple(a for a in axes if a != "mp")

@@ -34,6 +34,16 @@ def test_what_json_cannot_hold_is_not_half_written(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text()) == {"loss": 1.0}
 
 
+def test_all_processes_but_one_write_nothing(tmp_path):
+    workdir = tmp_path / "run"
+    outputs = RunFiles(str(workdir), writes=False)
+    outputs.describe({"loss": 1.0})
+    outputs.log(step=0, loss=1.0)
+    assert not workdir.exists()
+    RunFiles(str(workdir)).log(step=0, loss=1.0)
+    RunFiles(str(workdir), writes=False)  # what the one wrote is no other run's
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "run.json"])
 def test_another_run_is_refused_and_kept(tmp_path, name):
     (tmp_path / name).write_text("precious")

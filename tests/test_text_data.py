@@ -98,6 +98,21 @@ def test_a_batch_is_a_function_of_seed_and_step():
     assert text_data.sample(data, 2, 1, 4, 32).tobytes() == batches[2, 1]
 
 
+@pytest.mark.parametrize("rows", [[0, 1], [7, 3, 3], [], range(8)], ids=str)
+def test_some_rows_of_a_batch_are_those_rows(rows):
+    data = np.random.default_rng(0).integers(0, 256, 10_000, dtype=np.uint8)
+    some = text_data.sample(data, 0, 5, 8, 32, np.asarray(rows, int))
+    assert some.shape == (len(rows), 32)
+    np.testing.assert_array_equal(some, text_data.sample(data, 0, 5, 8, 32)[np.asarray(rows, int)])
+
+
+def test_a_checksum_tells_data_apart():
+    data = np.frombuffer(b"a text", np.uint8)
+    assert text_data.checksum(data) == text_data.checksum(data.copy())
+    assert text_data.checksum(data) != text_data.checksum(data[:-1])
+    assert text_data.checksum(data) != text_data.checksum(data[::-1].copy())
+
+
 def test_default_text_is_there():
     files = text_data.find_files([text_data.default_pattern()])
     assert text_data.load(files, limit=1000).size == 1000

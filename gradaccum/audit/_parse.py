@@ -148,6 +148,10 @@ class Computation:
         return {instruction.name: instruction for instruction in self.instructions}
 
     @functools.cached_property
+    def position(self) -> Mapping[str, int]:
+        return {instruction.name: i for i, instruction in enumerate(self.instructions)}
+
+    @functools.cached_property
     def root(self) -> Instruction:
         roots = [instruction for instruction in self.instructions if instruction.is_root]
         return roots[-1] if roots else self.instructions[-1]
@@ -162,6 +166,8 @@ class Module:
     computations: Mapping[str, Computation]
     num_replicas: int
     num_partitions: int
+    # Instructions stand in the order in which they start.
+    is_scheduled: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -237,4 +243,5 @@ def parse(text: str) -> Module:
         computations=computations,
         num_replicas=int(numbers.get("replica_count", 1)),
         num_partitions=int(numbers.get("num_partitions", 1)),
+        is_scheduled="is_scheduled=true" in header[2],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import overload
 
 from gradaccum.audit._flow import Flow
 from gradaccum.audit._groups import Groups, axes_of
+from gradaccum.audit._overlap import Schedule
 from gradaccum.audit._parse import Module
 from gradaccum.audit._sites import Site, is_between_slices
 
@@ -46,6 +48,12 @@ class Collective:
         laid end to end into one operand are listed one by one.
       group_size: devices that take part in one group.
       name: its name in the HLO text.
+      overlaps: what computes between its start and its done, in the order of the compiled
+        schedule: `matmul` (a matrix product or convolution, alone, in a fusion or a library
+        call), `fusion` (of anything else), `while`, `conditional`, a custom kernel's name or an
+        operation's. What only moves data or computes with scalars is left out, so `()` means
+        that nothing hides it. None for an operation that is synchronous, or whose schedule the
+        text does not tell.
 
     Example:
       >>> from gradaccum import audit
@@ -68,6 +76,7 @@ class Collective:
     shapes: tuple[str, ...]
     group_size: int
     name: str
+    overlaps: tuple[str, ...] | None = None
 
     @property
     def times(self) -> str:
@@ -185,9 +194,19 @@ def axes_text(row: Collective) -> str:
     return f"? (groups of {row.group_size})" if row.axes == ("?",) else ",".join(row.axes)
 
 
-def _table(rows: Iterable[Collective]) -> list[str]:
-    header = ("kind", "axes", "dtype", "arrays", "bytes", "executions", "branch", "op")
-    cells = [header]
+def overlaps_text(row: Collective) -> str:
+    """What hides an asynchronous operation, counted: `2 matmul, 1 fusion`."""
+    if row.overlaps is None:
+        return ""
+    counts = collections.Counter(row.overlaps).items()
+    return ", ".join(f"{count} {label}" for label, count in counts) or "nothing"
+
+
+def _table(rows: Sequence[Collective]) -> list[str]:
+    shown = any(row.overlaps is not None for row in rows)
+    extra = ("overlaps",) if shown else ()
+    header = ("kind", "axes", "dtype", "arrays", "bytes", "executions", "branch", *extra, "op")
+    cells: list[tuple[str, ...]] = [header]
     for row in rows:
         op = row.op_name or row.name
         short = op if len(op) <= _OP_NAME_WIDTH else "..." + op[3 - _OP_NAME_WIDTH :]
@@ -200,6 +219,7 @@ def _table(rows: Iterable[Collective]) -> list[str]:
                 f"{row.bytes:,}",
                 row.times,
                 "yes" if row.conditional else "",
+                *((overlaps_text(row),) if shown else ()),
                 short,
             )
         )
@@ -246,8 +266,8 @@ def site_groups(site: Site, module: Module, mesh: Mapping[str, int]) -> Groups:
     )
 
 
-def _row(site: Site, module: Module, mesh: Mapping[str, int]) -> Collective:
-    groups = site_groups(site, module, mesh)
+def _row(site: Site, schedule: Schedule, mesh: Mapping[str, int]) -> Collective:
+    groups = site_groups(site, schedule.module, mesh)
     group_size = max((len(set(group)) for group in groups), default=1)
     known = None not in site.loops
     size = sum(array.bytes for array in site.arrays)
@@ -263,13 +283,15 @@ def _row(site: Site, module: Module, mesh: Mapping[str, int]) -> Collective:
         shapes=tuple(map(str, site.arrays)),
         group_size=group_size,
         name=site.instruction.name,
+        overlaps=schedule.overlaps(site.key),
     )
 
 
 def report(module: Module, flow: Flow, mesh: Mapping[str, int]) -> Report:
     """Make the report of a program that has been walked."""
+    schedule = Schedule(module)
     return Report(
-        rows=tuple(_row(site, module, mesh) for site in flow.sites.values()),
+        rows=tuple(_row(site, schedule, mesh) for site in flow.sites.values()),
         program=module.name,
         mesh=mesh,
         num_devices=device_count(module, mesh),

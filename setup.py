@@ -11,8 +11,12 @@ ROOT = pathlib.Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "gradaccum/__init__.py").read_text())[1]
 
 APPS = ["tqdm>=4.60", "dm-haiku>=0.0.16"]
+AOT_TPU = ["libtpu"]
+AOT_GPU = ["jax-cuda12-plugin", "jax-cuda12-pjrt"]  # of jaxlib's version; no NVIDIA library
 TEST = [
     *APPS,
+    *AOT_TPU,
+    *AOT_GPU,
     "pytest>=8",
     "pytest-xdist>=3.5",
     "hypothesis>=6.100",
@@ -40,8 +44,8 @@ setup(
     ],
     extras_require={
         "apps": APPS,
-        "aot-tpu": ["libtpu"],
-        "aot-gpu": ["jax-cuda12-plugin", "jax-cuda12-pjrt"],
+        "aot-tpu": AOT_TPU,
+        "aot-gpu": AOT_GPU,
         "test": TEST,
         "dev": [*TEST, "ruff>=0.12", "mypy>=1.17"],
     },

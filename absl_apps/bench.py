@@ -63,10 +63,10 @@ import jax
 import jax.numpy as jnp
 from absl import app, flags
 
-from absl_apps import bench_flags, flag_parsing, meshes, run_files, topologies
+from absl_apps import bench_flags, flag_parsing, meshes, run_files
 from absl_apps.bench_measure import TOLERANCES, Row, compile_row, program_sizes, run_rounds
 from absl_apps.bench_problem import OURS
-from gradaccum import audit
+from gradaccum import aot, audit
 
 NOT_MEASURED = "not measured"
 
@@ -148,7 +148,7 @@ def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     asked = f"--num_slices={FLAGS.num_slices} " if FLAGS.num_slices > 1 else ""
     asked += f"--dp={FLAGS.dp}"
     if FLAGS.topology:
-        mesh = topologies.make(FLAGS.topology, axes, asked, FLAGS.num_slices)
+        mesh = aot.tpu_mesh(FLAGS.topology, axes, num_slices=FLAGS.num_slices)
     else:
         mesh = meshes.make(axes, asked)
     problem = bench_flags.PROBLEMS[FLAGS.problem](

@@ -16,7 +16,7 @@ import tqdm
 
 from absl_apps import meshes
 from absl_apps.bench_problem import OURS, Contender, Problem
-from gradaccum import audit
+from gradaccum import aot, audit
 
 # Largest relative difference to gradaccum's values. Sums are taken in another order; in bfloat16
 # each addition rounds to 8 bits.
@@ -74,26 +74,16 @@ def compile_row(contender: Contender, mesh: jax.sharding.Mesh) -> Row:
     seconds = time.perf_counter() - started
     of_gradients = None
     if contender.gradients is not None:
-        of_gradients = peak_bytes(contender.gradients.lower(*contender.shapes).compile(), mesh)
+        of_gradients = aot.peak_bytes(contender.gradients.lower(*contender.shapes).compile())
     return Row(
         contender,
         program,
         seconds,
         audit.collectives(program, mesh=mesh),
         program.memory_analysis().temp_size_in_bytes,
-        peak_bytes(program, mesh),
+        aot.peak_bytes(program),
         of_gradients,
     )
-
-
-def peak_bytes(program: Any, mesh: jax.sharding.Mesh) -> int:
-    """Return the most memory that the compiler reserves on a device: arguments and outputs too."""
-    memory = program.memory_analysis()
-    if mesh.devices.flat[0].platform != "cpu":
-        return memory.peak_memory_in_bytes
-    # XLA's own peak leaves temporaries out on CPUs. On TPUs and GPUs the two agree within 0.1 %.
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return held + memory.temp_size_in_bytes
 
 
 def run_rounds(

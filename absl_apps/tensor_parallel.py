@@ -41,7 +41,6 @@ count them twice.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import sys
@@ -54,7 +53,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradaccum
-from absl_apps import flag_parsing, meshes, run_files, tensor_parallel_flags, topologies
+from absl_apps import flag_parsing, meshes, run_files, tensor_parallel_flags
 from absl_apps.layers import PLAIN, Layers
 from absl_apps.meshes import DATA_AXIS
 from absl_apps.tensor_parallel_models import MODELS, Model, tokens
@@ -67,7 +66,7 @@ from absl_apps.tensor_parallel_report import (
     traffic,
 )
 from absl_apps.tensor_parallel_rules import RULES, by_hand
-from gradaccum import audit
+from gradaccum import aot, audit
 
 
 def unsharded(model: Model, key: jax.Array, batch: np.ndarray) -> tuple[Any, Any]:
@@ -194,7 +193,10 @@ def run(FLAGS: flags.FlagValues) -> list[str]:  # noqa: N803
 
 def _run(FLAGS: flags.FlagValues, chosen: dict[str, Any]) -> list[str]:  # noqa: N803
     tensor_parallel_flags.check(chosen)
-    make = functools.partial(topologies.make, FLAGS.topology) if FLAGS.topology else meshes.make
+
+    def make(axes: dict[str, int], asked: str) -> jax.sharding.Mesh:
+        return aot.tpu_mesh(FLAGS.topology, axes) if FLAGS.topology else meshes.make(axes, asked)
+
     grids = {
         text: make(axes, f"--meshes={text}")
         for text, axes in tensor_parallel_flags.chosen_meshes(chosen).items()

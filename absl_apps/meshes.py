@@ -17,6 +17,9 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from absl_apps import quiet
+from gradaccum import aot
+
 DATA_AXIS = "dp"
 REPLICA_AXIS = "replica"  # outside it, where there are two: slices, or copies of a sharded state
 MODEL_AXIS = "mp"  # inside both: neighbours, as they communicate in every layer
@@ -56,6 +59,12 @@ def prepare_platform(cpu_devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", cpu_devices)
 
 
+def first_query() -> None:
+    """Let JAX look for devices, without the remark of a CUDA plugin that there is no GPU."""
+    with quiet.without_remarks():
+        jax.devices()
+
+
 def parse(text: str) -> dict[str, int]:
     """Return the axes of `"dp=8"` or `"replica=2,dp=2,mp=2"`, in order.
 
@@ -75,7 +84,7 @@ def parse(text: str) -> dict[str, int]:
 
 
 def make(axes: Mapping[str, int], asked: str, simulate: str | None = None) -> jax.sharding.Mesh:
-    """Return a mesh of the first devices, as many as the axes need.
+    """Return a mesh of the first devices, as many as the axes need; slices along the first axis.
 
     Args:
       axes: sizes by name, in order.
@@ -83,7 +92,8 @@ def make(axes: Mapping[str, int], asked: str, simulate: str | None = None) -> ja
       simulate: the flag, if there is one, that sets the number of simulated devices.
 
     Raises:
-      ValueError: if there are fewer devices than that, or a process would have none of them.
+      ValueError: if there are fewer devices than that, a process would have none of them, or they
+        are of several slices, and the first axis does not divide between these.
     """
     devices, needed = jax.devices(), math.prod(axes.values())
     if needed > len(devices):
@@ -103,12 +113,7 @@ def make(axes: Mapping[str, int], asked: str, simulate: str | None = None) -> ja
             f"take all {len(devices)}, or start fewer processes."
         )
     # Auto axes: the step is written for the whole batch, and the compiler places the rest.
-    return jax.make_mesh(
-        tuple(axes.values()),
-        tuple(axes),
-        axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
-        devices=devices[:needed],
-    )
+    return aot.make_mesh(axes, devices[:needed])
 
 
 def local_rows(sharding: jax.sharding.Sharding, batch: int) -> np.ndarray:

@@ -261,6 +261,7 @@ def main(argv: list[str]) -> None:
         asked = flag_parsing.chosen(FLAGS, tensor_parallel_flags.GROUPS)
         grids = tensor_parallel_flags.chosen_meshes(asked).values()
         meshes.prepare_platform(max(math.prod(axes.values()) for axes in grids))
+        meshes.first_query()
         failures = run(FLAGS)
     except (ValueError, OSError) as error:
         sys.exit(f"tensor_parallel: {error}")

@@ -263,10 +263,12 @@ def main(argv: list[str]) -> None:
     FLAGS = flags.FLAGS
     meshes.prepare_platform(FLAGS.cpu_devices)
     if not FLAGS.multihost:
+        meshes.first_query()
         train(FLAGS)
         return
     with cluster.ending_together():
         cluster.join("train", FLAGS)  # before the first device query
+        meshes.first_query()
         train(FLAGS)
 
 

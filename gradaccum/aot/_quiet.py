@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 @contextlib.contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Discard what is written to the process's stderr, from whatever thread.
+    """Discard what the process writes to its stderr, from whatever thread.
 
     What matters is raised as an exception, and passes. Without a stderr nothing is done.
     """

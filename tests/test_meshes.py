@@ -5,6 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from absl_apps import meshes
+from gradaccum import aot
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,26 @@ def test_a_mesh_may_use_some_of_the_devices(size):
     assert dict(mesh.shape) == {"dp": size}
     assert set(mesh.devices.flat) == set(jax.devices()[:size])
     assert mesh.axis_types == (jax.sharding.AxisType.Auto,)
+
+
+@pytest.fixture
+def two_slices(monkeypatch):
+    """Two slices of eight chips, which JAX might number in any order."""
+    found = list(aot.tpu_mesh("v5e:2x4", {"dp": 16}, num_slices=2).devices.flat)
+    monkeypatch.setattr(meshes.jax, "devices", lambda: found[::2] + found[1::2])
+
+
+@pytest.mark.parametrize("axes", [{"dp": 16}, {"replica": 2, "dp": 8}, {"dp": 4, "mp": 4}], ids=str)
+def test_slices_lie_along_the_first_axis(two_slices, axes):
+    del two_slices
+    where = [device.slice_index for device in meshes.make(axes, "").devices.flat]
+    assert where == [0] * 8 + [1] * 8
+
+
+def test_an_axis_that_does_not_divide_between_slices_is_refused(two_slices):
+    del two_slices
+    with pytest.raises(ValueError, match=r"replica=1 \* dp=3 \* mp=4 = 12 .*slices"):
+        meshes.make({"replica": 1, "dp": 3, "mp": 4}, "")
 
 
 @pytest.mark.parametrize(

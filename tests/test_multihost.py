@@ -67,8 +67,11 @@ class Processes:
 
 
 def environment(**more):
-    """Returns an environment that says nothing of devices or clusters but that these are CPUs."""
-    said = ("JAX_", "XLA_", "SLURM_", "OMPI_", "KUBERNETES_", "TPU_", "MEGASCALE_")
+    """Returns an environment that says nothing of devices or clusters but that these are CPUs.
+
+    XLA_FLAGS stay, as the losses are compared closely.
+    """
+    said = ("JAX_", "SLURM_", "OMPI_", "KUBERNETES_", "TPU_", "MEGASCALE_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(said)}
     return kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | more
 

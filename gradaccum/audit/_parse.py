@@ -168,6 +168,8 @@ class Module:
     num_partitions: int
     # Instructions stand in the order in which they start.
     is_scheduled: bool = False
+    # Device id -> position in the mesh, where the text was compiled for known devices.
+    positions: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def num_devices(self) -> int:

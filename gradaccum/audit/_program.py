@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -84,6 +85,27 @@ def _choose(
     return _from_text(text)
 
 
+def _positions(mesh: AnyMesh | None, meshes: Sequence[AnyMesh]) -> Mapping[int, int]:
+    """Device id -> position in the mesh, of the first mesh that has devices."""
+    for each in [mesh, *meshes]:
+        if isinstance(each, Mesh):
+            return {int(device.id): i for i, device in enumerate(each.devices.flat)}
+    return {}
+
+
+def _text(api: str, compiled: jax.stages.Compiled) -> str:
+    """The program's text; a compiler may not be able to give it."""
+    try:
+        return compiled.as_text() or ""
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{api}: the compiler cannot write the text of this program ({reason[:200]}). Required: "
+            "a program whose compiled.as_text() returns; libtpu fails on some for v6e and tpu7x. "
+            "Compile for another chip, with other sizes, or with another libtpu."
+        ) from error
+
+
 def read(
     api: str, fn: Any, args: Sequence[Any], mesh: AnyMesh | None, wanted: Sequence[str] = ()
 ) -> tuple[Module, Flow, Report]:
@@ -109,8 +131,8 @@ def read(
     else:
         compiled = _compiled(api, fn, args)
         meshes = _meshes(compiled)
-        text = compiled.as_text() or ""
-    module = parse(text)
+        text = _text(api, compiled)
+    module = dataclasses.replace(parse(text), positions=_positions(mesh, meshes))
     axes = _choose(api, text, mesh, meshes, wanted)
     devices, local = math.prod(axes.values()), module.num_devices
     several_slices = "_xla_megascale" in text and devices % local == 0

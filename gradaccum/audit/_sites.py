@@ -150,7 +150,8 @@ def slice_groups(instruction: Instruction, module: Module) -> Groups:
     """Groups of a `send` between TPU slices: slice * devices per slice + device.
 
     Written `"{1,2}x{0:7}"` (each device with its like in slices 0 and 1), or device by device:
-    `{{100000,200000},...}`, `{{100000->200000},...}`.
+    `{{100000,200000},...}`, `{{100000->200000},...}`. These are devices' ids, so that a mesh that
+    lays them out in another order must say where they are.
     """
     text = instruction.attributes.get("frontend_attributes", "")
     local = module.num_devices
@@ -162,10 +163,12 @@ def slice_groups(instruction: Instruction, module: Module) -> Groups:
         raise ValueError(
             f"audit: cannot read between which TPU slices {instruction.name} sends: {text[:200]!r}"
         )
-    return tuple(
-        tuple((i // _SLICE_STRIDE - 1) * local + i % _SLICE_STRIDE for i in group)
-        for group in parse_groups("{" + match[1].replace("->", ",") + "}")
-    )
+
+    def position(i: int) -> int:
+        return module.positions.get(i, (i // _SLICE_STRIDE - 1) * local + i % _SLICE_STRIDE)
+
+    groups = parse_groups("{" + match[1].replace("->", ",") + "}")
+    return tuple(tuple(map(position, group)) for group in groups)
 
 
 def _replica_ids(instruction: Instruction, module: Module, listed: Groups) -> Groups:

@@ -24,6 +24,8 @@ import numpy as np
 from absl import flags
 from jax.experimental import multihost_utils
 
+from absl_apps import meshes
+
 FLAGS = (
     "multihost",
     "coordinator_address",
@@ -150,6 +152,8 @@ def join(program: str, values: flags.FlagValues) -> None:
             initialization_timeout=2 * values.initialization_timeout + 60,  # the watch is first
             heartbeat_timeout_seconds=values.heartbeat_timeout,
         )
+        watch.cancel()
+        meshes.first_query()
         devices = collections.Counter(device.process_index for device in jax.devices())
     except (ValueError, RuntimeError, OSError, ImportError) as error:
         sys.exit(f"{program}: --multihost: {_reason(error, given)}")

@@ -6,6 +6,7 @@ its number of CPU devices at that query; `make` is the first to ask.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib.metadata
 import math
@@ -60,8 +61,10 @@ def prepare_platform(cpu_devices: int) -> None:
 
 
 def first_query() -> None:
-    """Let JAX look for devices, without the remark of a CUDA plugin that there is no GPU."""
-    with quiet.without_remarks():
+    """Let JAX look for devices; on the CPU, without a CUDA plugin's remark that there is no GPU."""
+    # Where there are accelerators, what they say is heard at once: finding them may take long.
+    on_cpu = jax.config.jax_platforms == "cpu"
+    with quiet.without_remarks() if on_cpu else contextlib.nullcontext():
         jax.devices()
 
 

@@ -267,8 +267,7 @@ def main(argv: list[str]) -> None:
         train(FLAGS)
         return
     with cluster.ending_together():
-        cluster.join("train", FLAGS)  # before the first device query
-        meshes.first_query()
+        cluster.join("train", FLAGS)  # makes the first device query
         train(FLAGS)
 
 

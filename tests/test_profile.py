@@ -4,7 +4,6 @@ import math
 import warnings
 
 import jax
-import jax.numpy as jnp
 import pytest
 from absl import flags
 
@@ -20,15 +19,19 @@ def parse(*args):
     return values
 
 
-def steps_in(path):
-    """Returns the steps that a trace marks, by their numbers."""
-    found = []
+def stats_of(path):
+    """Yields the name and what else is known of each event of a trace."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of its binding, not of its use
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
             for line in plane.lines:
-                found += [dict(e.stats)["step_num"] for e in line.events if e.name == "train"]
-    return sorted(found)
+                for event in line.events:
+                    yield event.name, dict(event.stats)
+
+
+def steps_in(path):
+    """Returns the steps that a trace marks, by their numbers."""
+    return sorted(stats["step_num"] for name, stats in stats_of(path) if name == "train")
 
 
 def trace_of(workdir):
@@ -89,20 +92,15 @@ def test_the_loop_and_the_reduction_carry_their_scopes(tmp_path, capsys):
     train.train(parse(*tiny, *batch, f"--workdir={workdir}", "--profile_steps=1:3"))
     path = trace_of(workdir)
     assert steps_in(path) == [1, 2]
+    # The trace's operations are those of the step, and its programs' text names their scopes.
+    ran = {stats["hlo_module"] for _, stats in stats_of(path) if "hlo_module" in stats}
+    assert ran == {"jit_step"}
     assert all(scope in path.read_bytes() for scope in SCOPES)
     assert {p.name for p in workdir.iterdir()} == {"metrics.jsonl", "run.json", "profile"}
     assert (
         f"\nprofile of steps 1 to 2: {workdir}/profile; to see it: "
         f"pip install xprof && xprof --logdir='{workdir}/profile'\n"
     ) in capsys.readouterr().out
-
-    # What is not gradaccum's does not carry them: so they are not in every trace.
-    other = jax.jit(lambda x: jnp.sum(x * x))
-    with jax.profiler.trace(tmp_path / "other" / "profile"):
-        other(jnp.ones(8)).block_until_ready()
-    held = trace_of(tmp_path / "other").read_bytes()
-    assert b"jit(<lambda>)" in held
-    assert not any(scope in held for scope in SCOPES)
 
 
 def test_hosts_share_a_session_and_processes_of_one_host_do_not():

@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,7 +39,7 @@ FLAGS = (
 # How long one that fails waits for the others to fail too, for then all can take leave in peace.
 _LEAVE_SECONDS = 5
 
-_CLUSTERS = "a TPU pod, Kubernetes (Job or JobSet, with jax[k8s] installed), Slurm or Open MPI"
+_CLUSTERS = "a TPU pod, a Kubernetes Job or JobSet with jax[k8s], Slurm or Open MPI"
 
 
 ############################################# Flags ##############################################
@@ -81,9 +82,9 @@ def define(values: flags.FlagValues) -> None:
     )
 
     @flags.multi_flags_validator(FLAGS[:4], flag_values=values)
-    def _given(given: dict[str, object]) -> bool:
+    def _given(given: dict[str, Any]) -> bool:
         try:
-            check(**given)  # type: ignore[arg-type]
+            check(**given)
         except ValueError as error:
             raise flags.ValidationError(str(error)) from None
         return True
@@ -152,7 +153,7 @@ def join(program: str, values: flags.FlagValues) -> None:
             initialization_timeout=2 * values.initialization_timeout + 60,  # the watch is first
             heartbeat_timeout_seconds=values.heartbeat_timeout,
         )
-        watch.cancel()
+        watch.cancel()  # which the next line may silence; who is missing now, heartbeats tell
         meshes.first_query()
         devices = collections.Counter(device.process_index for device in jax.devices())
     except (ValueError, RuntimeError, OSError, ImportError) as error:

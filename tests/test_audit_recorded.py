@@ -6,11 +6,13 @@ so. Layouts, names and operands are as compiled; most of backend_config and the 
 were cut. Those named in audit_fixtures/record.py are this project's own programs.
 """
 
+import dataclasses
 import math
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from audit_fixtures import record
 from audit_fixtures.programs import compiled, every_kind_program, mesh_of
@@ -37,9 +39,7 @@ def summary(report):
 def test_every_program_that_can_be_recorded_is_known_by_its_name():
     own = {n.removesuffix("_jax12") for n in NAMES if not n.startswith(("tpu_", "gpu_"))}
     assert own <= set(record.PROGRAMS)
-    assert {device for device in record.DEVICES if any(n.endswith(device) for n in own)} == set(
-        record.DEVICES
-    )
+    assert {record.PROGRAMS[name][1] for name in own} == set(record.DEVICES)
 
 
 def gradients_once(name, report, size):
@@ -204,3 +204,32 @@ def test_gpu_kinds_are_listed_once_and_their_bytes_are_those_of_the_sync_forms()
     }
     with pytest.raises(AssertionError, match=r"all-gather-start .* that every device then sums"):
         audit.assert_one_reduction(text, axis_name="dp", mesh=mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    id: int
+    process_index: int = 0
+
+
+def test_devices_named_by_their_ids_are_found_in_the_mesh():
+    text, by_rank = recorded("exchange_v5e_two_slices", replica=2, dp=2, mp=4)
+    # As the mesh follows the torus of each slice.
+    ids = [100_000 * s + i for s in (1, 2) for i in (0, 1, 2, 3, 7, 6, 5, 4)]
+    assert "{100000,100007,200000,200007}" in text
+    devices = np.array([Device(i) for i in ids]).reshape(2, 2, 4)
+    mesh = jax.sharding.Mesh(devices, by_rank.axis_names)
+    (row,) = audit.collectives(text, mesh=mesh)
+    assert (row.kind, row.axes, row.group_size) == ("send", ("replica", "dp"), 4)
+    # Without devices the ids are taken for ranks.
+    assert audit.collectives(text, mesh=by_rank)[0].axes == ("replica", "dp", "mp")
+
+
+def test_a_program_whose_text_the_compiler_cannot_write(monkeypatch):
+    def as_text(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure\nmore")
+
+    program = compiled(lambda x: x, jnp.ones(4))
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", as_text)
+    with pytest.raises(ValueError, match=r"cannot write .*\(INTERNAL: RET_CHECK failure\)"):
+        audit.collectives(program)

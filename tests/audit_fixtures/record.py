@@ -69,6 +69,9 @@ DEVICES: dict[str, Callable[[], jax.sharding.Mesh]] = {
     "v3": lambda: aot.tpu_mesh("v3:2x2", {"dp": 8}),
     "v5e": lambda: aot.tpu_mesh("v5e:2x4", {"dp": 8}),
     "v5e_two_slices": lambda: aot.tpu_mesh("v5e:2x4", {"replica": 2, "dp": 8}, num_slices=2),
+    "v5e_two_slices_mp": lambda: aot.tpu_mesh(
+        "v5e:2x4", {"replica": 2, "dp": 2, "mp": 4}, num_slices=2
+    ),
     "v6e": lambda: aot.tpu_mesh("v6e:2x4", {"dp": 8}),
     "h100": lambda: aot.gpu_mesh("H100", {"dp": 8}),
 }
@@ -119,9 +122,21 @@ def layers(overlap: bool, mesh: jax.sharding.Mesh, width: int = 2048) -> jax.sta
     return step.lower(params, batch)
 
 
+def exchange(mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
+    """An all-to-all over the data axes of two slices, beside a model axis."""
+    spec = P(("replica", "dp"), "mp")
+
+    def local(x: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(x, ("replica", "dp"), 0, 0, tiled=True)
+
+    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
+    rows = jax.ShapeDtypeStruct((64, 512), jnp.float32, sharding=NamedSharding(mesh, spec))
+    return step.lower(rows)
+
+
 PROGRAMS = {
     f"{name}_{device}": (program, device)
-    for device in DEVICES
+    for device in ("v3", "v5e", "v5e_two_slices", "v6e", "h100")
     for name, program in {
         "seed_naive": functools.partial(seed, "naive"),
         "seed_gradaccum": functools.partial(seed, "gradaccum"),
@@ -131,6 +146,7 @@ PROGRAMS = {
 } | {
     "overlap_h100": (functools.partial(layers, True), "h100"),
     "no_overlap_h100": (functools.partial(layers, False), "h100"),
+    "exchange_v5e_two_slices": (exchange, "v5e_two_slices_mp"),
 }
 
 

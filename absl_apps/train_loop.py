@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import tqdm
 
-from absl_apps import comm_hooks, run_files
+from absl_apps import cluster, comm_hooks, run_files
 from absl_apps.train_state import TrainState
 
 
@@ -60,6 +60,8 @@ def run_steps(
                 losses.append(float(loss))
             started, finished = finished, time.monotonic()
             if not math.isfinite(losses[-1]):
+                trace.close()
+                cluster.exchange("stopped")  # no process ends while another writes its profile
                 sys.exit(
                     f"train: the loss is {losses[-1]} at step {step}; lower --learning_rate. "
                     f"The steps before it are in {outputs.metrics_path}."

@@ -2,13 +2,9 @@
 
 import os
 
+import helpers
 import jax
 
-# What a program costs to compile matters here, not what it costs to run: this halves the suite's
-# time. jax 0.12 has only the emitters that are faster to run, and aborts at the second flag.
-if jax.__version_info__ < (0, 11):
-    fast = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    os.environ.setdefault("XLA_FLAGS", fast)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -16,4 +12,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_sessionstart(session):
     del session
+    given = os.environ.get("XLA_FLAGS")
+    os.environ["XLA_FLAGS"] = f"{given or ''} {helpers.XLA_FLAGS}".strip()
     assert jax.device_count() == 8, f"the tests need 8 CPU devices, found {jax.devices()}"
+    jax.jit(lambda: 0).lower().compile()
+    # Read by now. libtpu, which reads them at its own first compilation, aborts at unknown ones.
+    del os.environ["XLA_FLAGS"]
+    if given is not None:
+        os.environ["XLA_FLAGS"] = given

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -288,8 +289,8 @@ def test_flagfile(tmp_path):
 def command(text, tmp_path_factory):
     """What the command printed, and the directory that it made for itself."""
     directory = tmp_path_factory.mktemp("command")
-    # XLA_FLAGS stay, as the run is compared bit by bit.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    environment["XLA_FLAGS"] = helpers.XLA_FLAGS  # as here: the run is compared bit by bit
     environment["PYTHONPATH"] = str(pathlib.Path(train.__file__).parent.parent)
     result = subprocess.run(
         [sys.executable, "-m", "absl_apps.train", *RUN, f"--data={text}"],

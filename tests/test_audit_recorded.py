@@ -179,6 +179,16 @@ def test_a_send_that_only_gathers_reduces_nothing():
         audit.assert_one_reduction(text, axis_name=("r", "dp"), mesh=mesh)
 
 
+def test_a_send_that_takes_a_maximum_sums_nothing():
+    text, mesh = recorded("tpu_v5e_two_slices", r=2, dp=8)
+    audit.assert_one_reduction(text, axis_name=("r", "dp"), mesh=mesh)
+    operation = '_xla_megascale_reduce_operation="{}"'
+    assert operation.format("SUM") in text
+    largest = text.replace(operation.format("SUM"), operation.format("MAX"))
+    with pytest.raises(AssertionError, match=r"no gradient is reduced over r=2"):
+        audit.assert_one_reduction(largest, axis_name=("r", "dp"), mesh=mesh)
+
+
 def test_gpu_async_forms_and_annotated_trip_counts():
     text, mesh = recorded("seed_naive_h100", dp=8)
     assert "all-reduce-start" in text

@@ -265,7 +265,7 @@ class Flow:
         if all(len(set(group)) <= 1 for group in groups):
             return given[0] if len(given) == 1 else tuple(given)
         key = self._key(kind, instruction, at)
-        adds = kind == "send" or _sites.adds(instruction, self.module)
+        adds = _sites.adds(instruction, self.module)
         site = _sites.at(
             key, kind, instruction, groups, given, arrays, at.loops, at.conditional, adds
         )

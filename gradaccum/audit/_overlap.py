@@ -113,7 +113,7 @@ class Schedule:
             if arrives:
                 handed_on.add(later.name)
                 continue
-            if not handed_on & set(later.operands):
+            if handed_on.isdisjoint(later.operands):
                 continue
             if later.opcode == "send-done":
                 sent = i if sent is None else sent  # what was sent; the answer may come later

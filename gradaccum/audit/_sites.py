@@ -22,6 +22,7 @@ KINDS = REDUCTIONS | {
 # Between TPU slices the runtime carries out whole collectives, named by their transfer type.
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _TRANSFER = re.compile(r'_xla_megascale_transfer_type="?(\w+)')
+_REDUCE_OPERATION = re.compile(r'_xla_megascale_reduce_operation="?(\w+)')
 _SLICES = re.compile(r'_xla_megascale_target="\{([\d,]*)\}x')
 _DEVICES = re.compile(r"_xla_megascale_target=\"?\{(\{.*?\})\}(?=[,}\"]|$)")
 _PAIRS = re.compile(r"source_target_pairs=\"?(\{\{.*?\}\})")
@@ -126,7 +127,11 @@ def at(
 
 
 def adds(instruction: Instruction, module: Module) -> bool:
-    """Whether a reduction's computation adds, and is not a maximum or a logical one."""
+    """Whether a reduction adds, and is not a maximum or a logical one."""
+    if instruction.opcode == "send":
+        text = instruction.attributes.get("frontend_attributes", "")
+        operation = _REDUCE_OPERATION.search(text)
+        return operation is None or operation[1] == "SUM"
     return any(
         inner.opcode == "add"
         for name in instruction.called("to_apply")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gradaccum.audit._facts import MOVING, Path
 from gradaccum.audit._parse import Computation, Instruction, Module, leaves
@@ -37,7 +38,7 @@ class Schedule:
 
     def __init__(self, module: Module):
         self.module = module
-        self._inside: dict[str, tuple[str, ...]] = {}
+        self._inside: dict[str, tuple[Sequence[int], tuple[str, ...]]] = {}
         self._chains: dict[str, frozenset[str]] = {}
 
     def overlaps(self, key: Path) -> tuple[str, ...] | None:
@@ -50,13 +51,12 @@ class Schedule:
         if found is None:
             return None
         home, line = found
-        lines = home.instructions
         begin = home.position[line.name]
         end = self._end(home, line, begin)
         if end is None:
             return None
-        labels = (self.label(home, lines[i]) for i in range(begin + 1, end))
-        return tuple(label for label in labels if label)
+        where, labels = self._labels(home)
+        return labels[bisect.bisect(where, begin) : bisect.bisect_left(where, end)]
 
     def _called(self, instruction: Instruction, *keys: str) -> list[Computation]:
         known = self.module.computations
@@ -101,27 +101,21 @@ class Schedule:
             return None
         if '"is_sync":true' in line.attributes.get("backend_config", ""):
             return None  # the GPU runtime waits for it at once
-        handed_on = {line.name}
-        sent = None
-        for i, later in enumerate(home.instructions[begin + 1 :], begin + 1):
-            arrives = (
-                sends
-                and later.opcode == "recv"
-                and is_between_slices(later)
-                and rendezvous(later) == rendezvous(line)
-            )
-            if arrives:
-                handed_on.add(later.name)
-                continue
-            if handed_on.isdisjoint(later.operands):
-                continue
-            if later.opcode == "send-done":
-                sent = i if sent is None else sent  # what was sent; the answer may come later
-            elif later.opcode.endswith("-done"):
-                return i
-            elif later.opcode in ("get-tuple-element", "tuple") or "-update" in later.opcode:
-                handed_on.add(later.name)
-        return sent
+        todo = [line.name]
+        if sends and is_between_slices(line):  # the answer is what is waited for
+            todo += [
+                other.name
+                for other in home.instructions
+                if other.opcode == "recv" and rendezvous(other) == rendezvous(line)
+            ]
+        done: dict[str, int] = {}
+        for name in todo:  # grows
+            for later in home.users.get(name, ()):
+                if later.opcode.endswith("-done"):
+                    done.setdefault(later.opcode, home.position[later.name])
+                elif later.opcode in ("get-tuple-element", "tuple") or "-update" in later.opcode:
+                    todo.append(later.name)
+        return done.get("recv-done", min(done.values(), default=None))
 
     def _end_of_chain(self, home: Computation, line: Instruction, begin: int) -> int | None:
         """The last part of a TPU async fusion that begins at `line`."""
@@ -165,7 +159,7 @@ class Schedule:
                 label
                 for keys in _HOLDERS[opcode]
                 for callee in self._called(instruction, *keys)
-                for label in self._labels(callee)
+                for label in self._labels(callee)[1]
             }
             if opcode == "while" or opcode == "conditional":
                 return opcode if inside else ""
@@ -183,8 +177,10 @@ class Schedule:
         arrays = [array.size for shape in shapes for array in leaves(shape)]
         return opcode if max(arrays, default=0) > 1 else ""
 
-    def _labels(self, computation: Computation) -> tuple[str, ...]:
+    def _labels(self, computation: Computation) -> tuple[Sequence[int], tuple[str, ...]]:
+        """Where something computes, and what."""
         if computation.name not in self._inside:
-            labels = (self.label(computation, inner) for inner in computation.instructions)
-            self._inside[computation.name] = tuple(label for label in labels if label)
+            labels = [self.label(computation, inner) for inner in computation.instructions]
+            where = [i for i, label in enumerate(labels) if label]
+            self._inside[computation.name] = where, tuple(labels[i] for i in where)
         return self._inside[computation.name]

@@ -152,6 +152,14 @@ class Computation:
         return {instruction.name: i for i, instruction in enumerate(self.instructions)}
 
     @functools.cached_property
+    def users(self) -> Mapping[str, list[Instruction]]:
+        found: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions:
+            for name in instruction.operands:
+                found.setdefault(name, []).append(instruction)
+        return found
+
+    @functools.cached_property
     def root(self) -> Instruction:
         roots = [instruction for instruction in self.instructions if instruction.is_root]
         return roots[-1] if roots else self.instructions[-1]

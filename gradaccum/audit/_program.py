@@ -100,8 +100,8 @@ def _text(api: str, compiled: jax.stages.Compiled) -> str:
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{api}: the compiler cannot write the text of this program ({reason[:200]}). Required: "
-            "a program whose compiled.as_text() returns; libtpu fails on some for v6e and tpu7x. "
+            f"{api}: the compiler cannot write the text of this program ({reason[:200]}). "
+            "Required: a program whose compiled.as_text() returns; libtpu fails on some for v6e. "
             "Compile for another chip, with other sizes, or with another libtpu."
         ) from error
 

@@ -30,13 +30,25 @@ def settle(tree: Any, mesh: Mesh | None) -> Any:
     """
     if mesh is None:
         return tree
+    leaves, treedef = jax.tree.flatten(tree)
+    free = [
+        isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.committed
+        for x in leaves
+    ]
+    placed = iter(everywhere([x for x, is_free in zip(leaves, free, strict=True) if is_free], mesh))
+    leaves = [next(placed) if is_free else x for x, is_free in zip(leaves, free, strict=True)]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def everywhere(values: Sequence[jax.Array], mesh: Mesh | AbstractMesh) -> Sequence[jax.Array]:
+    """Places values that every process has on all devices of the mesh."""
     replicated = NamedSharding(mesh, PartitionSpec())
-
-    def put(x: Any) -> Any:
-        free = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.committed
-        return jax.device_put(x, replicated) if free else x
-
-    return jax.tree.map(put, tree)
+    if replicated.is_fully_addressable or not values:
+        return [jnp.asarray(jax.device_put(x, replicated)) for x in values]
+    # Between processes device_put compares the values, in a collective for each, and NaN differs
+    # from itself; typed keys it refuses.
+    placed: Sequence[jax.Array] = jax.jit(lambda x: x, out_shardings=replicated)(values)
+    return placed
 
 
 def _zero(x: jax.Array, dtype: Any, *, hidden: bool = True) -> jax.Array:

@@ -10,11 +10,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from gradaccum import _reduce
 from gradaccum._layout import Layout
 from gradaccum._mesh import AxisName, axis_tuple, vary, varying_axes
+from gradaccum._rows import everywhere
 from gradaccum._state import Residual
 from gradaccum._unreduced import Unreduced, flatten
 from gradaccum.hooks._arguments import check, check_state
@@ -279,7 +280,7 @@ def _everywhere(value: jax.Array, like: Unreduced) -> jax.Array:
     placed = None if isinstance(like.sum, jax.core.Tracer) else like.sum.sharding
     if not isinstance(placed, NamedSharding):
         return value
-    return jnp.asarray(jax.device_put(value, NamedSharding(placed.mesh, PartitionSpec())))
+    return everywhere([value], placed.mesh)[0]
 
 
 def _described(factors: tuple[int, ...] | None, residual: bool) -> str:

@@ -60,9 +60,9 @@ class Collective:
       >>> row = audit.Collective(
       ...     kind="all-reduce", axes=("dp",), dtype="f32", bytes=16_384, executions=1_024,
       ...     conditional=False, op_name="", loops=(64, 16), shapes=("f32[64,64]",),
-      ...     group_size=8, name="all-reduce.1")
-      >>> row.times, row.wire_bytes
-      ('64 x 16 = 1,024', 28672)
+      ...     group_size=8, name="all-reduce-start.1", overlaps=("matmul", "fusion"))
+      >>> row.times, row.wire_bytes, row.overlaps
+      ('64 x 16 = 1,024', 28672, ('matmul', 'fusion'))
     """
 
     kind: str

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 
+import helpers
 import multihost_worker
 import numpy as np
 import pytest
@@ -69,11 +70,12 @@ class Processes:
 def environment(**more):
     """Returns an environment that says nothing of devices or clusters but that these are CPUs.
 
-    XLA_FLAGS stay, as the losses are compared closely.
+    The compiler is told what it is told in this process, as the losses are compared closely.
     """
-    said = ("JAX_", "SLURM_", "OMPI_", "KUBERNETES_", "TPU_", "MEGASCALE_")
+    said = ("JAX_", "XLA_", "SLURM_", "OMPI_", "KUBERNETES_", "TPU_", "MEGASCALE_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(said)}
-    return kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | more
+    chosen = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": helpers.XLA_FLAGS}
+    return kept | chosen | {"PYTHONPATH": str(ROOT)} | more
 
 
 @pytest.fixture
@@ -110,7 +112,8 @@ def losses(workdir):
 ######################################### One run of many ########################################
 
 RUNS = {
-    "two": (2, "--cpu_devices=4", "--profile_steps=1:3"),
+    # The noise scale begins as a NaN, in a state that all must hold alike.
+    "two": (2, "--cpu_devices=4", "--profile_steps=1:3", "--comm_hook=gradient_noise_scale"),
     # Every row of the batch is in two processes, which hold halves of one copy of the model.
     "four": (4, "--cpu_devices=2", "--mesh=dp=2,mp=4"),
 }
@@ -126,7 +129,7 @@ def runs(request, text, tmp_path_factory):
     processes = Processes(directory, n, ("-m", "absl_apps.train"), many)
     try:
         train.train(parse(*common, f"--workdir={directory / 'one'}"))
-        assert processes.codes(within=120) == [0] * n, processes.text(0, "err")
+        assert processes.codes(within=400) == [0] * n, processes.text(0, "err")
     finally:
         processes.end()
     return processes, directory / "many", directory / "one"
@@ -145,10 +148,12 @@ def test_one_process_writes_and_prints(runs):
     processes, many, one = runs
     n = len(processes.all)
     found, alone = (json.loads((workdir / "run.json").read_text()) for workdir in (many, one))
-    same = set(alone) - {"flags", "processes", "final_loss", "seconds"}
+    close = {"final_loss", "noise_scale"} & set(alone)
+    same = set(alone) - {"flags", "processes", "seconds"} - close
     assert {name: found[name] for name in same} == {name: alone[name] for name in same}
     assert (found["processes"], alone["processes"]) == (n, 1)
-    assert found["final_loss"] == pytest.approx(alone["final_loss"], rel=1e-6)
+    for name in close:
+        assert found[name] == pytest.approx(alone[name], rel=1e-5)
     assert len((many / "metrics.jsonl").read_text().splitlines()) == 4
     assert {path.name for path in many.iterdir()} == {path.name for path in one.iterdir()}
 
@@ -192,7 +197,7 @@ def seen(tmp_path_factory):
     processes = Processes(directory, 2, program, (), each)
     try:
         # The second ends itself by SIGTERM, which JAX would take for a notice.
-        assert processes.codes(within=60) == [0, -signal.SIGTERM], processes.text(0, "err")
+        assert processes.codes(within=200) == [0, -signal.SIGTERM], processes.text(0, "err")
     finally:
         processes.end()
     return [json.loads((directory / f"seen{i}").read_text()) for i in range(2)]
@@ -234,7 +239,7 @@ def test_a_mesh_leaves_no_process_without_a_device(seen):
 
 def wait_for_steps(processes, workdir):
     """Waits until two steps are in the metrics."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline and all(p.poll() is None for p in processes.all):
         path = workdir / "metrics.jsonl"
         if path.exists() and path.read_text().count("\n") >= 2:
@@ -295,7 +300,7 @@ def test_processes_that_differ_end_with_one_line(start, text, tmp_path, own, mes
     if "--data=/nowhere" in own:
         args.remove(f"--data={text}")
     processes = start(2, *args, each=[[f"--data={text}"], own])
-    assert processes.codes(within=60) == [1, 1]
+    assert processes.codes(within=200) == [1, 1]
     for i in range(2):
         (line,) = processes.errors(i)
         assert re.match(f"train: {message}", line)
@@ -307,7 +312,7 @@ def test_a_directory_that_is_taken_is_an_error_in_all(start, text, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     args = [*SMALL, "--steps=4", f"--data={text}", f"--workdir={tmp_path}", "--cpu_devices=1"]
     processes = start(2, *args)
-    assert processes.codes(within=60) == [1, 1]
+    assert processes.codes(within=200) == [1, 1]
     for i, who in enumerate(["", "process 0: "]):
         (line,) = processes.errors(i)
         assert line.startswith(f"train: {who}--workdir={tmp_path}: ")
@@ -323,7 +328,7 @@ def command(*args, **environment_):
         text=True,
         env=environment(**environment_),
         cwd=ROOT,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert result.returncode == 1, result.stderr

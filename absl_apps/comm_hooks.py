@@ -149,10 +149,17 @@ def chained(
       mesh: the mesh.
       data_axes: those to take the mean over.
     """
+    mean, where = mean_of(hook, grad_specs, mesh, data_axes)
+    return optax.chain(mean, tx), (mean.init(jax.device_put(params, where)), opt_state)
+
+
+def mean_of(
+    hook: Any, grad_specs: Any, mesh: Mesh, data_axes: tuple[str, ...]
+) -> tuple[optax.GradientTransformation, Any]:
+    """Return the mean that the hook takes, and where the arrays lie that its state is made from."""
     mean = gradaccum.all_reduce_mean(data_axes, mesh=mesh, comm_hook=hook)
     # A residual lies as the gradient that it is of, whatever the parameter does (ZeRO).
-    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), grad_specs)
-    return optax.chain(mean, tx), (mean.init(jax.device_put(params, where)), opt_state)
+    return mean, jax.tree.map(lambda spec: NamedSharding(mesh, spec), grad_specs)
 
 
 def measured(opt_state: optax.OptState) -> dict[str, float]:

@@ -1,0 +1,79 @@
+"""The flags that say which devices a program is compiled for: not here, or those that are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+from absl import flags
+
+from absl_apps import meshes
+from gradaccum import aot
+
+FLAGS = ("topology", "gpu", "hosts", "num_slices")
+
+
+def define(values: flags.FlagValues) -> None:
+    """Define the flags on `values`, and the check of their combinations."""
+    flags.DEFINE_string(
+        "topology",
+        None,
+        "TPU slice to compile for, as v3:2x2 or v5p:8x8x16; it need not be here. Default: the "
+        "devices here.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "num_slices",
+        1,
+        "TPU slices, joined by a slower network along the first axis of the mesh.",
+        lower_bound=1,
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "gpu",
+        None,
+        "GPU to compile for, of A100, H100, H200, B200; none need be here.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "hosts",
+        1,
+        "Hosts that the GPUs are spread over, along the first axis of the mesh.",
+        lower_bound=1,
+        flag_values=values,
+    )
+
+    @flags.multi_flags_validator(list(FLAGS), flag_values=values)
+    def _one_kind(given: dict[str, object]) -> bool:
+        if given["topology"] and given["gpu"]:
+            raise flags.ValidationError("--topology is of TPUs, --gpu of GPUs; give one of them.")
+        if given["num_slices"] != 1 and not given["topology"]:
+            raise flags.ValidationError("--num_slices is of TPUs; it needs --topology.")
+        if given["hosts"] != 1 and not given["gpu"]:
+            raise flags.ValidationError("--hosts is of GPUs; it needs --gpu.")
+        return True
+
+    del _one_kind  # registered
+
+
+def elsewhere(values: flags.FlagValues) -> bool:
+    """Whether the devices are not here: programs compile for them, and do not run."""
+    return bool(values.topology or values.gpu)
+
+
+def make_mesh(values: flags.FlagValues, axes: Mapping[str, int], asked: str) -> jax.sharding.Mesh:
+    """Return the mesh of the devices that the flags name.
+
+    Args:
+      values: with the flags of `define`, read.
+      axes: sizes by name, major to minor.
+      asked: the axes in the words of the command line: `"--mesh=dp=8"`.
+
+    Raises:
+      ValueError: there are no such devices, or not so many.
+    """
+    if values.topology:
+        return aot.tpu_mesh(values.topology, axes, num_slices=values.num_slices)
+    if values.gpu:
+        return aot.gpu_mesh(values.gpu, axes, hosts=values.hosts)
+    return meshes.make(axes, asked)

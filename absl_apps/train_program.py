@@ -1,0 +1,97 @@
+"""The step of absl_apps.train as a program to compile: its shapes on a mesh, and no arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from absl_apps import comm_hooks, meshes, train, transformer
+from absl_apps.optimizers import make_optimizer, make_schedule
+from absl_apps.train_state import TrainState, init_state, state_specs
+
+
+class Program(NamedTuple):
+    """What a step is made of, but for its number of microbatches.
+
+    Attributes:
+      config: the model.
+      mesh: the devices, here or not.
+      tx: the optimizer, with the communication hook in front where there is one.
+      options: of `train.make_step`, after those.
+      state, tokens: the step's arguments, `jax.ShapeDtypeStruct`s with shardings.
+    """
+
+    config: transformer.Config
+    mesh: jax.sharding.Mesh
+    tx: optax.GradientTransformation
+    options: tuple[Any, ...]
+    state: TrainState
+    tokens: jax.ShapeDtypeStruct
+
+    def step(self, microbatches: int) -> Any:
+        """Return the jitted step (state, tokens) -> (state, loss)."""
+        return train.make_step(self.config, self.mesh, microbatches, self.tx, *self.options)
+
+
+def describe(chosen: Mapping[str, Any], mesh: jax.sharding.Mesh) -> Program:
+    """Describe the step that absl_apps.train would take with these flags on this mesh.
+
+    Args:
+      chosen: flags by name: the model's, global_batch, optimizer, comm_hook, sharding and
+        sequence_parallel.
+      mesh: devices, here or not.
+
+    Raises:
+      ValueError: the hook does not fit the mesh.
+    """
+    sizes = ("d_model", "n_layer", "n_head", "compute_dtype")
+    config = transformer.Config(*(chosen[name] for name in sizes))
+    tx = make_optimizer(chosen["optimizer"], make_schedule(1e-3, 1, 2))  # the program is the same
+    specs, grad_specs = state_specs(chosen["sharding"], config, tx, mesh)
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    shapes = jax.eval_shape(lambda: init_state(jax.random.key(0), config, tx))
+    state = jax.tree.map(_placed, shapes, where)
+    hooked = None
+    if chosen["comm_hook"]:
+        hook = comm_hooks.parse(chosen["comm_hook"])
+        data_axes = meshes.data_axes(mesh)
+        comm_hooks.check_axes(hook, data_axes)
+        tx, state, hooked = _hooked(hook, tx, state, grad_specs, mesh)
+    shape = chosen["global_batch"], chosen["seq_len"] + 1
+    split = NamedSharding(mesh, P(meshes.data_axes(mesh)))
+    tokens = jax.ShapeDtypeStruct(shape, "uint8", sharding=split)
+    options = chosen["sharding"], chosen["sequence_parallel"], hooked
+    return Program(config, mesh, tx, options, state, tokens)
+
+
+def _placed(x: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+
+def _hooked(
+    hook: Any,
+    tx: optax.GradientTransformation,
+    state: TrainState,
+    grad_specs: Any,
+    mesh: jax.sharding.Mesh,
+) -> tuple[optax.GradientTransformation, TrainState, TrainState]:
+    """As comm_hooks.chained, of shapes: the optimizer, the state, and how that lies."""
+    mean, where = comm_hooks.mean_of(hook, grad_specs, mesh, meshes.data_axes(mesh))
+    params = jax.tree.map(_placed, state.params, where)
+    # The hook's own state lies as the compiler places it: residuals split over devices.
+    compiled = jax.jit(mean.init).lower(params).compile()
+    replicated = NamedSharding(mesh, P())
+    # What is made of no parameter lies on one device there, and on all where the step is run.
+    lies = [
+        x if len(x.device_set) == mesh.size else replicated
+        for x in jax.tree.leaves(compiled.output_shardings)
+    ]
+    shapes, treedef = jax.tree.flatten(jax.eval_shape(mean.init, params))
+    of_hook = jax.tree.unflatten(treedef, map(_placed, shapes, lies))
+    state = TrainState(state.params, (of_hook, state.opt_state))
+    return optax.chain(mean, tx), state, jax.tree.map(lambda x: x.sharding, state)

@@ -1,15 +1,21 @@
 """--profile_steps: which steps, which scopes, which files, and what becomes of a run cut short."""
 
-import math
+import json
+import os
+import pathlib
+import subprocess
+import sys
 import warnings
 
+import helpers
 import jax
+import profile_worker
 import pytest
 from absl import flags
 
-from absl_apps import run_files, train, train_flags, train_loop
-from absl_apps.train_state import TrainState
+from absl_apps import train_flags, train_loop
 
+ROOT = pathlib.Path(train_loop.__file__).parent.parent
 SCOPES = (b"gradaccum/microbatches", b"gradaccum/mean")
 
 
@@ -39,68 +45,61 @@ def trace_of(workdir):
     return path
 
 
-def assert_closed(directory):
-    """Asserts that no trace is open: JAX refuses a second one."""
-    with jax.profiler.trace(directory / "another"):
-        pass
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory):
+    """The directory that tests/profile_worker.py left, and what its cases returned."""
+    directory = tmp_path_factory.mktemp("profiles")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    chosen = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": helpers.XLA_FLAGS, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, profile_worker.__file__, str(directory)],
+        env=environment | chosen,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return directory, json.loads((directory / "cases.json").read_text())
 
 
-@pytest.fixture
-def take(tmp_path):
-    """Takes steps that compute next to nothing; returns their losses."""
-
-    def take_(losses, profiled, steps=None):
-        outputs = run_files.RunFiles(str(tmp_path))
-        profile = train_loop.Profile(outputs.profile_path, profiled, ["here"])
-        step_fn = lambda state, tokens: (state, losses[tokens])  # noqa: E731
-        batches = lambda step: step  # noqa: E731
-        args = step_fn, TrainState({}, ()), batches, steps or len(losses), 1, outputs, profile
-        return train_loop.run_steps(*args)[0]
-
-    return take_
+@pytest.mark.parametrize("case", ["first", "middle", "last"])
+def test_the_profile_holds_the_steps_asked_for(taken, case):
+    directory, returned = taken
+    losses, (start, stop), _ = profile_worker.CASES[case]
+    assert returned[case] == losses
+    path = trace_of(directory / case)
+    assert steps_in(path) == list(range(start, stop))
+    assert path.parent.name == f"steps_{start}_{stop}"
 
 
-@pytest.mark.parametrize("profiled", [range(1), range(2, 4), range(3, 5)], ids=str)
-def test_the_profile_holds_the_steps_asked_for(take, tmp_path, profiled):
-    assert take([1.0, 2.0, 3.0, 4.0, 5.0], profiled) == [1.0, 2.0, 3.0, 4.0, 5.0]
-    path = trace_of(tmp_path)
-    assert steps_in(path) == list(profiled)
-    assert path.parent.name == f"steps_{profiled.start}_{profiled.stop}"
-    assert_closed(tmp_path)
+def test_a_run_cut_short_leaves_its_profile(taken):
+    directory, returned = taken
+    assert "the loss is nan at step 2" in returned["cut short"]
+    assert steps_in(trace_of(directory / "cut short")) == [1, 2]
 
 
-def test_a_run_cut_short_leaves_its_profile(take, tmp_path):
-    with pytest.raises(SystemExit, match="the loss is nan at step 2"):
-        take([1.0, 2.0, math.nan, 4.0, 5.0], range(1, 5))
-    assert steps_in(trace_of(tmp_path)) == [1, 2]
-    assert_closed(tmp_path)
+def test_a_step_that_fails_leaves_its_profile(taken):
+    directory, returned = taken
+    assert returned["failing"] == "list index out of range"
+    assert steps_in(trace_of(directory / "failing"))[0] == 1
 
 
-def test_a_step_that_fails_leaves_its_profile(take, tmp_path):
-    with pytest.raises(IndexError):
-        take([1.0, 2.0], range(1, 4), steps=5)
-    assert steps_in(trace_of(tmp_path))[0] == 1
-    assert_closed(tmp_path)
-
-
-def test_the_loop_and_the_reduction_carry_their_scopes(tmp_path, capsys):
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 50)
-    tiny = ("--d_model=16", "--n_layer=1", "--n_head=2", "--seq_len=16", "--steps=3")
-    batch = ("--global_batch=16", "--microbatches=2", f"--data={text}")
-    workdir = tmp_path / "a run"
-    train.train(parse(*tiny, *batch, f"--workdir={workdir}", "--profile_steps=1:3"))
+def test_the_loop_and_the_reduction_carry_their_scopes(taken):
+    directory, _ = taken
+    workdir = directory / "a run"
     path = trace_of(workdir)
     assert steps_in(path) == [1, 2]
     # The trace's operations are those of the step, and its programs' text names their scopes.
     ran = {stats["hlo_module"] for _, stats in stats_of(path) if "hlo_module" in stats}
     assert ran == {"jit_step"}
     assert all(scope in path.read_bytes() for scope in SCOPES)
+    assert not any(scope in trace_of(directory / "last").read_bytes() for scope in SCOPES)
     assert {p.name for p in workdir.iterdir()} == {"metrics.jsonl", "run.json", "profile"}
     assert (
         f"\nprofile of steps 1 to 2: {workdir}/profile; to see it: "
         f"pip install xprof && xprof --logdir='{workdir}/profile'\n"
-    ) in capsys.readouterr().out
+    ) in (directory / "printed").read_text()
 
 
 def test_hosts_share_a_session_and_processes_of_one_host_do_not():

@@ -124,8 +124,9 @@ def runs(request, text, tmp_path_factory):
     """Processes that have ended, the directory of their run, and that of the same run in one."""
     n, devices, *args = RUNS[request.param]
     directory = tmp_path_factory.mktemp("processes")
-    common = [*SMALL, "--steps=4", f"--data={text}", *args]
-    many = [*common, f"--workdir={directory / 'many'}", devices]
+    # No profile in this process: once libtpu has compiled in one, JAX's profiler crashes.
+    common = [*SMALL, "--steps=4", f"--data={text}", *(x for x in args if "profile" not in x)]
+    many = [*common, *args, f"--workdir={directory / 'many'}", devices]
     processes = Processes(directory, n, ("-m", "absl_apps.train"), many)
     try:
         train.train(parse(*common, f"--workdir={directory / 'one'}"))
@@ -155,7 +156,8 @@ def test_one_process_writes_and_prints(runs):
     for name in close:
         assert found[name] == pytest.approx(alone[name], rel=1e-5)
     assert len((many / "metrics.jsonl").read_text().splitlines()) == 4
-    assert {path.name for path in many.iterdir()} == {path.name for path in one.iterdir()}
+    left = {path.name for path in many.iterdir()} - {"profile"}
+    assert left == {path.name for path in one.iterdir()} == {"metrics.jsonl", "run.json"}
 
     printed = processes.text(0, "out")
     assert re.search(rf"^mesh: dp=.*, cpu, {n} processes$", printed, re.M)

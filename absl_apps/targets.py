@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 
 import jax
@@ -10,6 +12,7 @@ from absl import flags
 from absl_apps import meshes
 from gradaccum import aot
 
+_TWO_CORES = ("v2", "v3", "tpu7x")  # chips whose cores are devices of their own
 FLAGS = ("topology", "gpu", "hosts", "num_slices")
 
 
@@ -76,4 +79,21 @@ def make_mesh(values: flags.FlagValues, axes: Mapping[str, int], asked: str) -> 
         return aot.tpu_mesh(values.topology, axes, num_slices=values.num_slices)
     if values.gpu:
         return aot.gpu_mesh(values.gpu, axes, hosts=values.hosts)
-    return meshes.make(axes, asked)
+    return meshes.make(axes, asked, simulate="--cpu_devices")
+
+
+def default_axes(values: flags.FlagValues) -> dict[str, int]:
+    """Return the axes where none are given: dp, over all devices of a slice or server.
+
+    Several slices or hosts are replicas around it. Where the guess is wrong, as of a chip that is
+    new, the error of `make_mesh` has the number.
+    """
+    groups = values.num_slices if values.topology else values.hosts
+    axes = {meshes.REPLICA_AXIS: groups} if groups > 1 else {}
+    if values.gpu:
+        return axes | {meshes.DATA_AXIS: 8}
+    if not values.topology:
+        return {meshes.DATA_AXIS: jax.device_count()}
+    chip, _, shape = values.topology.partition(":")
+    chips = math.prod(int(size) for size in re.findall(r"\d+", shape))
+    return axes | {meshes.DATA_AXIS: max(1, chips) * (2 if chip in _TWO_CORES else 1)}

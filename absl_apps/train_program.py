@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,9 +11,10 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from absl_apps import comm_hooks, meshes, train, transformer
+from absl_apps import comm_hooks, meshes, train, train_flags, transformer
 from absl_apps.optimizers import make_optimizer, make_schedule
 from absl_apps.train_state import TrainState, init_state, state_specs
+from gradaccum import aot
 
 
 class Program(NamedTuple):
@@ -95,3 +97,32 @@ def _hooked(
     of_hook = jax.tree.unflatten(treedef, map(_placed, shapes, lies))
     state = TrainState(state.params, (of_hook, state.opt_state))
     return optax.chain(mean, tx), state, jax.tree.map(lambda x: x.sharding, state)
+
+
+def plan(chosen: Mapping[str, Any], mesh: jax.sharding.Mesh, memory_limit: int | None) -> aot.Plan:
+    """Find the fewest microbatches of a step that fit; of the divisors of a device's batch.
+
+    Args:
+      chosen, mesh: as of `describe`.
+      memory_limit: bytes on each device; None: the device's own.
+
+    Raises:
+      ValueError: the batch does not divide over the devices, no limit is known, or nothing fits.
+    """
+    devices = math.prod(mesh.shape[axis] for axis in meshes.data_axes(mesh))
+    train_flags.check_batch(chosen["global_batch"], 1, devices)
+    device = mesh.devices.flat[0]
+    if memory_limit is None and aot.memory_limit(device) is None:
+        raise ValueError(
+            f"--hbm_gb: a device of kind {device.device_kind} has no limit of its own; say how "
+            "many GB a step may take on each, as --hbm_gb=0.05."
+        )
+    rows = chosen["global_batch"] // devices
+    program = describe(chosen, mesh)
+    return aot.plan_microbatches(
+        program.step,
+        program.state,
+        program.tokens,
+        candidates=[k for k in range(1, rows + 1) if rows % k == 0],
+        memory_limit=memory_limit,
+    )

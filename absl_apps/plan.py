@@ -1,0 +1,124 @@
+"""Find the fewest microbatches with which absl_apps.train fits in a device's memory.
+
+    pip install -e '.[apps,aot-tpu]'
+    python -m absl_apps.plan --topology=v5e:2x4 --d_model=1024 --n_layer=24 --n_head=16 \
+        --seq_len=1024 --global_batch=512
+
+The step is compiled, for devices that need not be here, with some of the numbers of microbatches
+that divide the batch of a device; nothing runs. Printed is what was tried, by the compiler's own
+peak memory: the answer fits, the next fewer does not. The limit is --hbm_gb, or else the device's
+own. The same search is `--microbatches=auto` of absl_apps.train. EXPECTED
+
+For GPUs (pip install -e '.[apps,aot-gpu]'), two hosts of eight:
+
+    python -m absl_apps.plan --gpu=H100 --hosts=2 --mesh=replica=2,dp=8 --sharding=fsdp
+
+On the devices here, simulated CPUs where there is nothing else, which have no limit of their own:
+
+    python -m absl_apps.plan --hbm_gb=0.05
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import sys
+from typing import Any
+
+from absl import app, flags
+
+from absl_apps import (
+    flag_parsing,
+    meshes,
+    run_files,
+    targets,
+    train_flags,
+    train_program,
+    transformer,
+)
+
+# What a step compiles to does not depend on these flags of absl_apps.train.
+_LEFT_OUT = ("Data", "Processes", "Output")
+_NOT_ASKED = ("steps", "microbatches", "learning_rate", "warmup_steps")
+
+GROUPS = {
+    title: tuple(name for name in names if name not in _NOT_ASKED)
+    for title, names in train_flags.GROUPS.items()
+    if title not in _LEFT_OUT
+} | {"Compiled for": targets.FLAGS, "Plan": ("hbm_gb", "json")}
+
+
+def define(values: flags.FlagValues) -> None:
+    """Define the program's flags: of absl_apps.train those that a step's program depends on."""
+    train_flags.define(values)
+    known = {name for names in GROUPS.values() for name in names}
+    for name in {name for names in train_flags.GROUPS.values() for name in names} - known:
+        delattr(values, name)
+    targets.define(values)
+    flags.DEFINE_float(
+        "hbm_gb",
+        None,
+        "Memory of a device in GB (10^9 bytes). Default: what the device has for programs.",
+        flag_values=values,
+    )
+    flags.DEFINE_string("json", None, "File for the plan, as JSON.", flag_values=values)
+
+    @flags.validator("hbm_gb", "must be more than 0, and finite", flag_values=values)
+    def _hbm(size: float | None) -> bool:
+        return size is None or 0 < size < math.inf
+
+    del _hbm  # registered
+
+
+def plan(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
+    """Run the whole program; return what --json holds."""
+    chosen = flag_parsing.chosen(FLAGS, GROUPS)
+    axes = meshes.parse(FLAGS.mesh) if FLAGS.mesh else targets.default_axes(FLAGS)
+    sizes = ("d_model", "n_layer", "n_head", "compute_dtype")
+    config = transformer.Config(*(chosen[name] for name in sizes))
+    train_flags.check_model_axis(axes, config, FLAGS.seq_len, FLAGS.sequence_parallel)
+    mesh = targets.make_mesh(FLAGS, axes, f"--mesh={FLAGS.mesh}")
+    limit = None if FLAGS.hbm_gb is None else int(FLAGS.hbm_gb * 1e9)
+    kind = mesh.devices.flat[0].device_kind
+    text = ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    print(
+        f"{mesh.size:,} devices, {kind}, mesh {text}"
+        f"{', compiled for only' if targets.elsewhere(FLAGS) else ''}; state {FLAGS.sharding}\n"
+        f"batch: {FLAGS.global_batch:,} sequences of {FLAGS.seq_len:,} bytes",
+        flush=True,
+    )
+    found = train_program.plan(chosen, mesh, limit)
+    print(f"\n{found}\n")
+    print(
+        f"--microbatches={found.microbatches}: the fewest that fit, "
+        f"{found.peak_bytes:,} of {found.memory_limit:,} bytes"
+    )
+    results = {
+        "flags": chosen,
+        **run_files.environment(mesh),
+        "mesh": dict(mesh.shape),
+        "plan": dataclasses.asdict(found),
+    }
+    if FLAGS.json:
+        with open(FLAGS.json, "w") as stream:
+            json.dump(results, stream, indent=1)
+            stream.write("\n")
+    return results
+
+
+def main(argv: list[str]) -> None:
+    del argv  # parse has refused all but flags
+    meshes.prepare_platform(flags.FLAGS.cpu_devices)
+    meshes.first_query()
+    try:
+        plan(flags.FLAGS)
+    except (ValueError, OSError) as error:
+        sys.exit(f"plan: {error}")
+
+
+parse = functools.partial(flag_parsing.parse, "plan", GROUPS, define)  # (argv, values, manual)
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=lambda argv: parse(argv, flags.FLAGS, __doc__ or ""))

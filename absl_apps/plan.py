@@ -23,7 +23,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import sys
 from typing import Any
 
@@ -32,6 +31,7 @@ from absl import app, flags
 from absl_apps import (
     flag_parsing,
     meshes,
+    microbatch_flags,
     run_files,
     targets,
     train_flags,
@@ -41,7 +41,7 @@ from absl_apps import (
 
 # What a step compiles to does not depend on these flags of absl_apps.train.
 _LEFT_OUT = ("Data", "Processes", "Output")
-_NOT_ASKED = ("steps", "microbatches", "learning_rate", "warmup_steps")
+_NOT_ASKED = ("steps", "microbatches", "hbm_gb", "learning_rate", "warmup_steps")
 
 GROUPS = {
     title: tuple(name for name in names if name not in _NOT_ASKED)
@@ -57,19 +57,7 @@ def define(values: flags.FlagValues) -> None:
     for name in {name for names in train_flags.GROUPS.values() for name in names} - known:
         delattr(values, name)
     targets.define(values)
-    flags.DEFINE_float(
-        "hbm_gb",
-        None,
-        "Memory of a device in GB (10^9 bytes). Default: what the device has for programs.",
-        flag_values=values,
-    )
     flags.DEFINE_string("json", None, "File for the plan, as JSON.", flag_values=values)
-
-    @flags.validator("hbm_gb", "must be more than 0, and finite", flag_values=values)
-    def _hbm(size: float | None) -> bool:
-        return size is None or 0 < size < math.inf
-
-    del _hbm  # registered
 
 
 def plan(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
@@ -80,7 +68,7 @@ def plan(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     config = transformer.Config(*(chosen[name] for name in sizes))
     train_flags.check_model_axis(axes, config, FLAGS.seq_len, FLAGS.sequence_parallel)
     mesh = targets.make_mesh(FLAGS, axes, f"--mesh={FLAGS.mesh}")
-    limit = None if FLAGS.hbm_gb is None else int(FLAGS.hbm_gb * 1e9)
+    limit = microbatch_flags.memory_limit(FLAGS.hbm_gb)
     kind = mesh.devices.flat[0].device_kind
     text = ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     print(

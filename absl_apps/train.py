@@ -30,86 +30,33 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-import optax
 from absl import app, flags
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import gradaccum
 from absl_apps import (
     cluster,
     comm_hooks,
     flag_parsing,
-    layers,
     meshes,
+    microbatch_flags,
     run_files,
     text_data,
     train_flags,
     train_loop,
+    train_program,
     transformer,
 )
-from absl_apps.meshes import MODEL_AXIS
 from absl_apps.optimizers import make_optimizer, make_schedule
-from absl_apps.train_state import TrainState, gradient_specs, init_state, state_specs
+from absl_apps.train_state import TrainState, init_state, state_specs
+from absl_apps.train_step import make_step
 from gradaccum import audit
 
 FINAL_STEPS = 10  # the final loss is the mean over these: a single step's is noisy
-
-
-############################################ The step ############################################
-
-
-def make_step(
-    config: transformer.Config,
-    mesh: jax.sharding.Mesh,
-    microbatches: int,
-    tx: optax.GradientTransformation,
-    sharding: str = "replicated",
-    sequence_parallel: bool = False,
-    hooked: TrainState | None = None,
-) -> Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]]:
-    """Return the jitted step (state, tokens [B, seq_len + 1]) -> (state, loss); donates state.
-
-    Where `tx` takes the mean itself, by a communication hook, `hooked` is how the state lies.
-    """
-    param_specs, grad_specs = gradient_specs(sharding, config, mesh)
-    where = hooked or jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), state_specs(sharding, config, tx, mesh)[0]
-    )
-    model = (
-        layers.sharded(MODEL_AXIS, sequence_parallel) if MODEL_AXIS in mesh.shape else layers.PLAIN
-    )
-
-    # The batch is split over the data axes alone. That the specs name the model axis makes it
-    # manual: the loss sees this device's shards, and communicates where its layers say.
-    @gradaccum.accumulate(
-        microbatches=microbatches,
-        axis_name=meshes.data_axes(mesh),
-        mesh=mesh,
-        in_specs=(param_specs,),
-        grad_specs=(grad_specs,),
-    )
-    def loss_fn(params: transformer.Params, tokens: jax.Array) -> jax.Array:
-        return transformer.loss(params, tokens, config, model)
-
-    # The state comes out as it went in: the next call of the compiled step takes it as it is.
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(where, NamedSharding(mesh, P())))
-    def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
-        if hooked:
-            loss, grads = gradaccum.unreduced_value_and_grad(loss_fn)(state.params, tokens)
-            loss = gradaccum.mean(loss)
-        else:
-            loss, grads = jax.value_and_grad(loss_fn)(state.params, tokens)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        # With zero, the updates are what is gathered: then parameters are updated in place.
-        updates = jax.lax.with_sharding_constraint(updates, where.params)
-        return TrainState(optax.apply_updates(state.params, updates), opt_state), loss
-
-    return step
 
 
 ########################################## The program ###########################################
@@ -129,7 +76,8 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         mesh = meshes.make(axes, f"--mesh={asked}", simulate="--cpu_devices")
         data_axes = meshes.data_axes(mesh)
         devices = math.prod(mesh.shape[axis] for axis in data_axes)
-        train_flags.check_batch(FLAGS.global_batch, FLAGS.microbatches, devices)
+        planned = FLAGS.microbatches == microbatch_flags.AUTO
+        train_flags.check_batch(FLAGS.global_batch, 1 if planned else FLAGS.microbatches, devices)
         hook = FLAGS.comm_hook and comm_hooks.parse(FLAGS.comm_hook)
         comm_hooks.check_axes(hook, data_axes)
         chosen = [text_data.default_pattern()] if FLAGS.data is None else FLAGS.data
@@ -144,6 +92,15 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         workdir = FLAGS.workdir or os.path.join("runs", time.strftime("%Y%m%d-%H%M%S"))
         told = cluster.agree(facts | {"_workdir": workdir, "_host": platform.node()})
         outputs = run_files.RunFiles(told[0]["_workdir"], writes=jax.process_index() == 0)
+
+    say = functools.partial(print, flush=True) if outputs.writes else lambda _: None
+    microbatches, plan = FLAGS.microbatches, None
+    if planned:
+        with errors_in_one_line():
+            limit = microbatch_flags.memory_limit(FLAGS.hbm_gb)
+            plan = train_program.plan(flag_parsing.chosen(FLAGS, train_flags.GROUPS), mesh, limit)
+        microbatches = plan.microbatches
+        say(f"--microbatches=auto: {microbatches}, of what was compiled:\n{plan}\n")
 
     ############################# The model and its state, on the mesh #############################
 
@@ -175,9 +132,8 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         hooked = jax.tree.map(lambda x: x.sharding, state)
     entropy = text_data.unigram_entropy(data)
     along = " and ".join(data_axes)
-    per_device = FLAGS.global_batch // (FLAGS.microbatches * devices)
+    per_device = FLAGS.global_batch // (microbatches * devices)
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
-    say = functools.partial(print, flush=True) if outputs.writes else lambda _: None
     processes = jax.process_count()
     say(
         f"data: {data.size:,} bytes of {len(files)} files\n"
@@ -188,13 +144,13 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         f"{f', {processes} processes' if processes > 1 else ''}\n"
         f"state: {held:,} bytes of parameters and optimizer on each device, {FLAGS.sharding}\n"
         f"batch: {FLAGS.global_batch} = {devices} devices along {along} * "
-        f"{FLAGS.microbatches} microbatches * {per_device} sequences of {FLAGS.seq_len} bytes"
+        f"{microbatches} microbatches * {per_device} sequences of {FLAGS.seq_len} bytes"
     )
 
     ####################### One compilation: the step audited is the step run ######################
 
     options = FLAGS.sharding, FLAGS.sequence_parallel, hooked
-    step_fn = make_step(config, mesh, FLAGS.microbatches, tx, *options)
+    step_fn = make_step(config, mesh, microbatches, tx, *options)
     with errors_in_one_line() if hook else contextlib.nullcontext():
         step_fn = step_fn.lower(state, load_batch(0))
     with errors_in_one_line():
@@ -214,6 +170,8 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         **run_files.environment(mesh),
         "mesh": dict(mesh.shape),
         "processes": processes,
+        "microbatches": microbatches,
+        "plan": plan and dataclasses.asdict(plan),
         "parameters": transformer.size(state.params),
         "state_bytes": held,  # of each device
         "data": {"files": len(files), "bytes": data.size, "unigram_entropy": entropy},

@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import flags
 
-from absl_apps import cluster, comm_hooks, flag_parsing, meshes, transformer
+from absl_apps import cluster, comm_hooks, flag_parsing, meshes, microbatch_flags, transformer
 from absl_apps.meshes import DATA_AXIS, MODEL_AXIS, REPLICA_AXIS
 
 # How parameters, and gradients with the optimizer's state, lie on the data axes.
@@ -31,6 +31,7 @@ GROUPS = {
         "steps",
         "global_batch",
         "microbatches",
+        "hbm_gb",
         "optimizer",
         "learning_rate",
         "warmup_steps",
@@ -75,7 +76,8 @@ def define(values: flags.FlagValues) -> None:
 
     integer("steps", 150, "Optimizer steps.")
     integer("global_batch", 64, "Sequences per step, over all devices and microbatches.")
-    integer("microbatches", 4, "Forward and backward passes per step on each device.")
+    microbatch_flags.define(values, 4)
+    microbatch_flags.define_hbm_gb(values)
     flags.DEFINE_enum(
         "optimizer",
         "adamw",

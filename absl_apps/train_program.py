@@ -11,9 +11,10 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from absl_apps import comm_hooks, meshes, train, train_flags, transformer
+from absl_apps import comm_hooks, meshes, train_flags, transformer
 from absl_apps.optimizers import make_optimizer, make_schedule
 from absl_apps.train_state import TrainState, init_state, state_specs
+from absl_apps.train_step import make_step
 from gradaccum import aot
 
 
@@ -24,7 +25,7 @@ class Program(NamedTuple):
       config: the model.
       mesh: the devices, here or not.
       tx: the optimizer, with the communication hook in front where there is one.
-      options: of `train.make_step`, after those.
+      options: of `make_step`, after those.
       state, tokens: the step's arguments, `jax.ShapeDtypeStruct`s with shardings.
     """
 
@@ -37,7 +38,7 @@ class Program(NamedTuple):
 
     def step(self, microbatches: int) -> Any:
         """Return the jitted step (state, tokens) -> (state, loss)."""
-        return train.make_step(self.config, self.mesh, microbatches, self.tx, *self.options)
+        return make_step(self.config, self.mesh, microbatches, self.tx, *self.options)
 
 
 def describe(chosen: Mapping[str, Any], mesh: jax.sharding.Mesh) -> Program:

@@ -151,7 +151,9 @@ def _limit(given: int | None, args: tuple[Any, ...]) -> int:
                 f"{API}: memory_limit is {given!r}. Required: an int of bytes, at least 1."
             )
         return given
-    device = next(iter(_devices(args)), jax.devices()[0])
+    devices = _devices(args) or jax.devices()
+    here = [device for device in devices if device.process_index == jax.process_index()]
+    device = (here or devices)[0]
     limit = limit_of(device)
     if limit is None:
         raise ValueError(

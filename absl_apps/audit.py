@@ -38,9 +38,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import platform
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -49,142 +49,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from absl_apps import (
-    audit_cost,
     audit_file,
     audit_flags,
     audit_programs,
+    audit_table,
     comm_hooks,
     meshes,
     run_files,
     targets,
 )
 from absl_apps.bench_measure import Row, compile_row
-from absl_apps.bench_problem import OURS
-from gradaccum import audit
-
-NOT_WRITTEN, NOT_GIVEN, UNKNOWN = "not written", "not given", "?"
-
-
-########################################## One program ###########################################
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """What the comparison shows of a program; bytes and FLOPs are those of each device.
-
-    Attributes:
-      calls: of the program, a step.
-      refusal: why it is not one mean; None where it is.
-      collectives: of a step, over all axes; None where a trip count is unknown.
-      bytes, wire_bytes: of a step, by axis; an operation over two axes counts for both.
-      peak_bytes, temp_bytes: of a call.
-      flops: of a step, loops multiplied out; None where that is unknown.
-      compiler: XLA's own estimate of a call, the body of each loop counted once.
-      instructions: of the optimised program.
-      compile_seconds: tracing included.
-    """
-
-    calls: int
-    refusal: str | None
-    collectives: int | None
-    bytes: dict[str, int | None]
-    wire_bytes: dict[str, int | None]
-    peak_bytes: int
-    temp_bytes: int
-    flops: int | None
-    compiler: dict[str, float]
-    instructions: int
-    compile_seconds: float
-
-
-def costs(row: Row, mesh: jax.sharding.Mesh, checked: list[tuple[str, ...]], branch: bool) -> Costs:
-    """Read a compiled program: for `checked` axes together, whether it is one mean."""
-
-    def total(axis: str | None, measure: Any) -> int | None:
-        rows = row.report if axis is None else row.report.over(axis)
-        if any(each.executions is None for each in rows):
-            return None
-        return sum(row.executions(each) * measure(each) for each in rows)
-
-    contender = row.contender
-    count = audit_cost.flops(contender.jitted.trace(*contender.shapes), mesh.size)
-    return Costs(
-        calls=contender.calls,
-        refusal=_refusal(row, mesh, checked, branch),
-        collectives=total(None, lambda each: 1),
-        bytes={axis: total(axis, lambda each: each.bytes) for axis in mesh.shape},
-        wire_bytes={axis: total(axis, lambda each: each.wire_bytes) for axis in mesh.shape},
-        peak_bytes=row.peak_bytes,
-        temp_bytes=row.temp_bytes,
-        flops=None if count is None else count * contender.calls,
-        compiler=audit_cost.of_compiler(row.program),
-        instructions=audit_cost.instructions(row.program),
-        compile_seconds=row.compile_seconds,
-    )
-
-
-def _refusal(
-    row: Row, mesh: jax.sharding.Mesh, checked: list[tuple[str, ...]], branch: bool
-) -> str | None:
-    for axes in checked:
-        try:
-            audit.assert_one_reduction(row.program, axis_name=axes, mesh=mesh, conditional=branch)
-        except AssertionError as error:
-            return str(error).splitlines()[0].removeprefix("audit.assert_one_reduction: ")
-    calls = row.contender.calls
-    return f"{calls:,} means a step: one in each call of a microbatch" if calls > 1 else None
-
-
-########################################### The table ############################################
-
-
-def markdown(found: Mapping[str, Costs | None], mesh: jax.sharding.Mesh) -> str:
-    """Return the comparison: a line a measure, a column a program."""
-
-    def line(title: str, cell: Any) -> list[str]:
-        return [title, *(NOT_WRITTEN if x is None else cell(x) for x in found.values())]
-
-    def whole(value: int | None) -> str:
-        return UNKNOWN if value is None else f"{value:,}"
-
-    lines = [["a step", *found]]
-    lines += [line("one cross-device mean", lambda x: "no" if x.refusal else "yes")]
-    lines += [line("collectives", lambda x: whole(x.collectives))]
-    for axis in mesh.shape:
-        lines += [
-            line(f"bytes over {axis}", lambda x, axis=axis: whole(x.bytes[axis])),
-            line(f"sent by a device over {axis}", lambda x, axis=axis: whole(x.wire_bytes[axis])),
-        ]
-    lines += [
-        line("calls of the program", lambda x: whole(x.calls)),
-        line("peak memory, bytes", lambda x: whole(x.peak_bytes)),
-        line("temporary memory, bytes", lambda x: whole(x.temp_bytes)),
-        line("FLOPs of a device", lambda x: whole(x.flops)),
-    ]
-    for key, title in audit_cost.COMPILERS.items():
-        lines += [line(f"XLA's {title} *", lambda x, key=key: _estimate(x.compiler.get(key)))]
-    lines += [
-        line("program size, instructions", lambda x: whole(x.instructions)),
-        line("compile, s", lambda x: f"{x.compile_seconds:.2f}"),
-    ]
-    lines.insert(1, ["---", *("---:" for _ in found)])
-    widths = [max(len(cells[i]) for cells in lines) for i in range(len(lines[0]))]
-    return "\n".join(_aligned(cells, widths) for cells in lines)
-
-
-def _aligned(cells: list[str], widths: list[int]) -> str:
-    first, *others = (
-        cell.rjust(width) if i else cell.ljust(width)
-        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return f"| {' | '.join([first, *others])} |"
-
-
-def _estimate(value: float | None) -> str:
-    if value is None:
-        return NOT_GIVEN
-    return f"{value:,.0f}" if value >= 1 else f"{value:.3g}"
-
+from gradaccum import aot
 
 ########################################### The program ##########################################
 
@@ -205,9 +80,11 @@ def run(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         programs = audit_programs.train(chosen, mesh)
     else:
         programs = {FLAGS.program: audit_file.load(FLAGS.program, mesh)}
-    kind = mesh.devices.flat[0].device_kind
+    device = mesh.devices.flat[0]
+    limit = aot.memory_limit(device)
+    room = f" with {limit:,} bytes for programs" if limit else ""
     print(
-        f"{mesh.size:,} devices, {kind}, {asked}"
+        f"{mesh.size:,} devices, {device.device_kind}{room}, {asked}"
         f"{', compiled for only' if targets.elsewhere(FLAGS) else ''}; jax {jax.__version__}, "
         f"Python {platform.python_version()}",
         flush=True,
@@ -216,23 +93,31 @@ def run(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     whole = NamedSharding(mesh, P())
     jax.jit(lambda: 0, out_shardings=whole).lower().compile()
 
-    rows, found = {}, {}
+    rows: dict[str, Row] = {}
+    found: dict[str, audit_table.Costs | str] = {}
     for name, contender in programs.items():
         if contender is None:
-            found[name] = None
+            found[name] = audit_table.NOT_WRITTEN
             continue
-        row = rows[name] = compile_row(contender, mesh)
-        found[name] = costs(row, mesh, checked, comm_hooks.in_branch(hook))
+        try:
+            row = compile_row(contender, mesh)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            found[name] = audit_table.NO_ROOM
+            print(f"\n{name}: {audit_table.NO_ROOM}: {str(error).splitlines()[0]}", flush=True)
+            continue
+        rows[name] = row
+        found[name] = audit_table.costs(row, mesh, checked, comm_hooks.in_branch(hook))
         each = f"each of {contender.calls:,} calls a step of " if contender.calls > 1 else ""
         print(f"\n{name}: {each}{row.report}", flush=True)
 
-    print(f"\n{markdown(found, mesh)}\n")
-    print("* by the compiler's own account, of one call, with the body of every loop counted once")
+    print(f"\n{audit_table.markdown(found, mesh)}\n\n* {audit_table.ESTIMATE}")
+    devices = math.prod(mesh.shape[axis] for axis in data_axes)
     along = " and ".join(data_axes)
     for name, cost in found.items():
-        if cost is not None:
-            said = f"not one cross-device mean: {cost.refusal}" if cost.refusal else "one mean"
-            print(f"{name}: {said}{'' if cost.refusal else f' over {along}: checked'}")
+        if isinstance(cost, audit_table.Costs):
+            print(f"{name}: {_verdict(cost, along, devices)}")
 
     results = {
         "flags": chosen,
@@ -240,7 +125,9 @@ def run(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         "mesh": dict(mesh.shape),
         "data_axes": data_axes,
         "programs": {
-            name: None if cost is None else _json_of(rows[name], cost)
+            name: _json_of(rows[name], cost)
+            if isinstance(cost, audit_table.Costs)
+            else {"none": cost}
             for name, cost in found.items()
         },
     }
@@ -248,11 +135,18 @@ def run(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         with open(FLAGS.json, "w") as stream:
             json.dump(results, stream, indent=1)
             stream.write("\n")
-    checks = found.get(OURS) or found.get(FLAGS.program)
-    return results | {"failed": bool(FLAGS.check and checks.refusal)}
+    last = list(found.values())[-1]  # the user's own, or gradaccum's
+    failed = isinstance(last, str) or last.refusal is not None
+    return results | {"failed": FLAGS.check and failed}
 
 
-def _json_of(row: Row, cost: Costs) -> dict[str, Any]:
+def _verdict(cost: audit_table.Costs, along: str, devices: int) -> str:
+    if cost.refusal:
+        return f"not one cross-device mean: {cost.refusal}"
+    return f"one cross-device mean over {along}" if devices > 1 else f"one device along {along}"
+
+
+def _json_of(row: Row, cost: audit_table.Costs) -> dict[str, Any]:
     totals = {axis: dataclasses.asdict(total) for axis, total in row.report.totals.items()}
     return {
         **dataclasses.asdict(cost),

@@ -1,4 +1,4 @@
-"""A user's own step, read from `FILE.py:function`: what the function returns, or one line of why."""
+"""A user's own step, read from `FILE.py:function`; every mistake in it is told in one line."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def load(text: str, mesh: jax.sharding.Mesh) -> Contender:
         kind = type(returned).__name__
         size = f" of {len(returned)}" if isinstance(returned, tuple) else ""
         raise ValueError(
-            f"{text} returned a {kind}{size}; required: a step and its arguments: {EXAMPLE}."
+            f"{text} returned {kind}{size}; required: a step and its arguments: {EXAMPLE}."
         )
     step, args = returned
     if not isinstance(args, tuple | list):
         raise ValueError(
-            f"{text} returned its arguments as a {type(args).__name__}; required: a tuple of "
+            f"{text} returned its arguments as {type(args).__name__}; required: a tuple of "
             f"them, also of one: {EXAMPLE}."
         )
     _check_devices(text, args, mesh)
@@ -66,7 +66,7 @@ def load(text: str, mesh: jax.sharding.Mesh) -> Contender:
 
 
 def _check_devices(text: str, args: Any, mesh: jax.sharding.Mesh) -> None:
-    """Raise ValueError unless arguments lie on the mesh's devices; scalars need not lie anywhere."""
+    """Raise ValueError unless arguments lie on the mesh's devices; a scalar need not say."""
     devices, lie = set(mesh.devices.flat), False
     for path, leaf in jax.tree_util.tree_flatten_with_path(args)[0]:
         sharding = getattr(leaf, "sharding", None)
@@ -94,7 +94,8 @@ def _kinds(devices: Any) -> str:
 def _module(path: str) -> Any:
     name = os.path.splitext(os.path.basename(path))[0]
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # split has seen that it ends with .py
+    if spec is None or spec.loader is None:  # not where the name ends with .py
+        raise ValueError(f"{path} cannot be imported.")
     module = importlib.util.module_from_spec(spec)
     # As `python FILE.py` does: what lies beside the file can be imported.
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
@@ -126,6 +127,7 @@ def _explain(path: str, error: BaseException) -> NoReturn:
         at = f"line {error.lineno}: {(error.text or '').strip()}"
     else:
         at = "not in a line of its own"
-    said = str(error).strip().splitlines()
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    said = text.strip().splitlines()
     first = f": {said[0]}" if said else ""
     raise ValueError(f"{path}, {at} -> {type(error).__name__}{first}") from None

@@ -123,7 +123,7 @@ def _define_sizes(values: flags.FlagValues) -> None:
     )
     for given, names in (
         (seeds, ("grad_acc_steps", "dtype")),
-        (trains, OF_TRAIN + ("cpu_devices",)),
+        (trains, (*OF_TRAIN, "cpu_devices")),
     ):
         for name in names:
             flag = given[name]

@@ -78,6 +78,9 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         devices = math.prod(mesh.shape[axis] for axis in data_axes)
         planned = FLAGS.microbatches == microbatch_flags.AUTO
         train_flags.check_batch(FLAGS.global_batch, 1 if planned else FLAGS.microbatches, devices)
+        limit = microbatch_flags.memory_limit(FLAGS.hbm_gb)
+        if planned:
+            train_program.check_limit(mesh, limit)
         hook = FLAGS.comm_hook and comm_hooks.parse(FLAGS.comm_hook)
         comm_hooks.check_axes(hook, data_axes)
         chosen = [text_data.default_pattern()] if FLAGS.data is None else FLAGS.data
@@ -97,7 +100,6 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     microbatches, plan = FLAGS.microbatches, None
     if planned:
         with errors_in_one_line():
-            limit = microbatch_flags.memory_limit(FLAGS.hbm_gb)
             plan = train_program.plan(flag_parsing.chosen(FLAGS, train_flags.GROUPS), mesh, limit)
         microbatches = plan.microbatches
         say(f"--microbatches=auto: {microbatches}, of what was compiled:\n{plan}\n")

@@ -112,12 +112,7 @@ def plan(chosen: Mapping[str, Any], mesh: jax.sharding.Mesh, memory_limit: int |
     """
     devices = math.prod(mesh.shape[axis] for axis in meshes.data_axes(mesh))
     train_flags.check_batch(chosen["global_batch"], 1, devices)
-    device = mesh.devices.flat[0]
-    if memory_limit is None and aot.memory_limit(device) is None:
-        raise ValueError(
-            f"--hbm_gb: a device of kind {device.device_kind} has no limit of its own; say how "
-            "many GB a step may take on each, as --hbm_gb=0.05."
-        )
+    check_limit(mesh, memory_limit)
     rows = chosen["global_batch"] // devices
     program = describe(chosen, mesh)
     return aot.plan_microbatches(

@@ -192,6 +192,34 @@ def test_another_run_is_not_overwritten(text, workdir):
     assert os.listdir(workdir) == ["metrics.jsonl"]
 
 
+#################################### As many as fit the memory ###################################
+
+
+def test_auto_takes_the_fewest_that_fit(text, workdir, capsys):
+    options = (*TINY, "--global_batch=64", "--steps=2", f"--data={text}")
+    run = train.train(
+        parse(*options, "--microbatches=auto", "--hbm_gb=0.0004", f"--workdir={workdir}")
+    )
+    k, plan = run["microbatches"], run["plan"]
+    fits = {trial["microbatches"]: trial["fits"] for trial in plan["trials"]}
+    assert k > 1
+    assert (fits[k], fits[k // 2]) == (True, False)
+    printed = capsys.readouterr().out
+    assert f"--microbatches=auto: {k}, of what was compiled:" in printed
+    assert f"dp * {k} microbatches * {8 // k} sequences" in printed
+
+    chosen = train.train(parse(*options, f"--microbatches={k}", f"--workdir={workdir}-chosen"))
+    assert chosen["plan"] is None
+    assert losses(pathlib.Path(f"{workdir}-chosen")) == losses(workdir)
+
+
+def test_auto_where_nothing_fits(text, workdir):
+    auto = "--microbatches=auto", "--hbm_gb=0.00001", f"--data={text}", f"--workdir={workdir}"
+    with pytest.raises(SystemExit, match=r"no candidate fits: .*The arguments alone take"):
+        train.train(parse(*TINY, *auto))
+    assert not (workdir / "run.json").exists()
+
+
 ############################################ Mistakes ############################################
 
 
@@ -204,7 +232,9 @@ def test_another_run_is_not_overwritten(text, workdir):
         (["--sharding=zero3"], r"replicated\|zero\|fsdp"),
         (["--n_head=3"], r"d_model = 128 is not divisible by 2 \* n_head = 2 \* 3 = 6"),
         (["--steps=0"], r"--steps=0"),
-        (["--microbatches=-1"], r"--microbatches=-1"),
+        (["--microbatches=-1"], r"--microbatches=-1: is not an integer of at least 1, or auto"),
+        (["--microbatches=some"], r"--microbatches=some: is not an integer of at least 1, or auto"),
+        (["--hbm_gb=0"], r"--hbm_gb=0.*: must be more than 0"),
         (["--warmup_steps=9", "--steps=5"], r"9 warmup steps do not fit in 5 steps"),
         (["--learning_rate=nan"], r"--learning_rate=nan: must be finite"),
         (["--optimizer=adma"], r"adamw\|lion\|sgd"),
@@ -234,6 +264,8 @@ def test_bad_flags_are_one_line(args, message):
         (["--data=/nowhere/*.txt,/nowhere/else"], r"no file matches /nowhere/\*\.txt, /nowhere/el"),
         (["--data=,"], r"no file matches"),
         (["--max_data_bytes=128"], r"128 bytes are fewer than seq_len \+ 1 = 128 \+ 1 = 129"),
+        (["--microbatches=auto"], r"--hbm_gb: a device of kind cpu has no limit of its own; say"),
+        (["--microbatches=auto", "--global_batch=30"], r"--global_batch=30: .* 1 \* 8 = 8; the"),
         (["--workdir=/proc/none"], r"--workdir=/proc/none: cannot be written: "),
         ([f"--workdir={__file__}"], r"is a file; name a directory"),
     ],

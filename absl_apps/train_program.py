@@ -100,6 +100,16 @@ def _hooked(
     return optax.chain(mean, tx), state, jax.tree.map(lambda x: x.sharding, state)
 
 
+def check_limit(mesh: jax.sharding.Mesh, memory_limit: int | None) -> None:
+    """Raise ValueError where neither the user nor the devices say how much memory there is."""
+    device = mesh.devices.flat[0]
+    if memory_limit is None and aot.memory_limit(device) is None:
+        raise ValueError(
+            f"--hbm_gb: a device of kind {device.device_kind} has no limit of its own; say how "
+            "many GB a step may take on each, as --hbm_gb=0.05."
+        )
+
+
 def plan(chosen: Mapping[str, Any], mesh: jax.sharding.Mesh, memory_limit: int | None) -> aot.Plan:
     """Find the fewest microbatches of a step that fit; of the divisors of a device's batch.
 

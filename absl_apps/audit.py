@@ -59,6 +59,7 @@ from absl_apps import (
     targets,
 )
 from absl_apps.bench_measure import Row, compile_row
+from absl_apps.bench_problem import Contender
 from gradaccum import aot
 
 ########################################### The program ##########################################
@@ -73,13 +74,7 @@ def run(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     data_axes = _data_axes(FLAGS.axis_name, mesh)
     hook = comm_hooks.parse(FLAGS.comm_hook) if FLAGS.comm_hook else None
     checked = comm_hooks.audited_axes(hook, data_axes)
-    programs: audit_programs.Programs
-    if FLAGS.program == audit_flags.SEED:
-        programs = audit_programs.seed(chosen, mesh)
-    elif FLAGS.program == audit_flags.TRAIN:
-        programs = audit_programs.train(chosen, mesh)
-    else:
-        programs = {FLAGS.program: audit_file.load(FLAGS.program, mesh)}
+    programs = _programs(FLAGS, chosen, mesh)
     device = mesh.devices.flat[0]
     limit = aot.memory_limit(device)
     room = f" with {limit:,} bytes for programs" if limit else ""
@@ -96,20 +91,14 @@ def run(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     rows: dict[str, Row] = {}
     found: dict[str, audit_table.Costs | str] = {}
     for name, contender in programs.items():
-        if contender is None:
-            found[name] = audit_table.NOT_WRITTEN
-            continue
-        try:
-            row = compile_row(contender, mesh)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            found[name] = audit_table.NO_ROOM
-            print(f"\n{name}: {audit_table.NO_ROOM}: {str(error).splitlines()[0]}", flush=True)
+        row = _compile(name, contender, mesh)
+        if isinstance(row, str):
+            found[name] = row
             continue
         rows[name] = row
         found[name] = audit_table.costs(row, mesh, checked, comm_hooks.in_branch(hook))
-        each = f"each of {contender.calls:,} calls a step of " if contender.calls > 1 else ""
+        calls = row.contender.calls
+        each = f"each of {calls:,} calls a step of " if calls > 1 else ""
         print(f"\n{name}: {each}{row.report}", flush=True)
 
     print(f"\n{audit_table.markdown(found, mesh)}\n\n* {audit_table.ESTIMATE}")
@@ -125,9 +114,7 @@ def run(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         "mesh": dict(mesh.shape),
         "data_axes": data_axes,
         "programs": {
-            name: _json_of(rows[name], cost)
-            if isinstance(cost, audit_table.Costs)
-            else {"none": cost}
+            name: _json_of(rows[name], cost) if name in rows else {"none": cost}
             for name, cost in found.items()
         },
     }
@@ -138,6 +125,31 @@ def run(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     last = list(found.values())[-1]  # the user's own, or gradaccum's
     failed = isinstance(last, str) or last.refusal is not None
     return results | {"failed": FLAGS.check and failed}
+
+
+def _programs(
+    FLAGS: flags.FlagValues,  # noqa: N803
+    chosen: dict[str, Any],
+    mesh: jax.sharding.Mesh,
+) -> audit_programs.Programs:
+    if FLAGS.program == audit_flags.SEED:
+        return audit_programs.seed(chosen, mesh)
+    if FLAGS.program == audit_flags.TRAIN:
+        return audit_programs.train(chosen, mesh)
+    return {FLAGS.program: audit_file.load(FLAGS.program, mesh)}
+
+
+def _compile(name: str, contender: Contender | None, mesh: jax.sharding.Mesh) -> Row | str:
+    """Return the compiled program, or why there is none."""
+    if contender is None:
+        return audit_table.NOT_WRITTEN
+    try:
+        return compile_row(contender, mesh)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"\n{name}: {audit_table.NO_ROOM}: {str(error).splitlines()[0]}", flush=True)
+        return audit_table.NO_ROOM
 
 
 def _verdict(cost: audit_table.Costs, along: str, devices: int) -> str:

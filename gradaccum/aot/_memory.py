@@ -96,5 +96,7 @@ def memory_limit(device: Any) -> int | None:
 def _platform(program: jax.stages.Compiled) -> str:
     """The platform that a program was compiled for, from where its arguments and results lie."""
     shardings = jax.tree.leaves((program.input_shardings, program.output_shardings))
-    devices = [device for sharding in shardings for device in sharding.device_set]
+    # jax 0.10.0 has a value of its own for a sharding that nobody asked for.
+    known = [sharding for sharding in shardings if hasattr(sharding, "device_set")]
+    devices = [device for sharding in known for device in sharding.device_set]
     return str(devices[0].platform) if devices else jax.default_backend()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -12,6 +13,7 @@ import jax
 
 from gradaccum.aot._memory import memory_limit as limit_of
 from gradaccum.aot._memory import peak_bytes
+from gradaccum.aot._quiet import silent_stderr
 
 API = "aot.plan_microbatches"
 
@@ -92,7 +94,8 @@ def plan_microbatches(
         tracing raise passes: a candidate that does not divide the batch, for instance.
 
     Cost:
-      One compilation for each of about log2(number of candidates) + 1 of them. Nothing runs.
+      One compilation for each of about log2(number of candidates) + 1 of them. Nothing runs. For
+      devices that are not here, what the compiler writes to stderr is discarded.
 
     Example:
       >>> import jax, jax.numpy as jnp, gradaccum
@@ -197,8 +200,10 @@ def _try(
             "the step, a function of the arguments."
         )
     lowered = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args)
+    here = set(_devices(args)) <= set(jax.devices())
     try:
-        program = lowered.compile()
+        with contextlib.nullcontext() if here else silent_stderr():
+            program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -28,6 +28,7 @@ OF_TRAIN = (
     "compute_dtype",
     "global_batch",
     "microbatches",
+    "hbm_gb",
     "optimizer",
     "comm_hook",
     "sharding",

@@ -68,7 +68,7 @@ def train(chosen: Mapping[str, Any], mesh: jax.sharding.Mesh) -> Programs:
     """Return the training program's step in three forms, of which a hook has gradaccum's alone.
 
     Args:
-      chosen: flags by name, with absl_apps.train's names.
+      chosen: flags by name, with absl_apps.train's names; microbatches a number.
       mesh: with the axes that absl_apps.train knows.
 
     Raises:

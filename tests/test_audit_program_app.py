@@ -146,6 +146,15 @@ def test_the_training_step_in_three_forms(capsys, args, axes):
     assert work[2] == pytest.approx(work[0], rel=0.1)  # sums of sharded layers are kept
 
 
+def test_the_fewest_microbatches_that_fit(capsys):
+    results = audit.run(parse(*TRAIN, "--microbatches=auto", "--hbm_gb=0.0004"))
+    k = results["flags"]["microbatches"]
+    assert 1 < k <= 8
+    assert results["programs"]["optax.MultiSteps"]["calls"] == k
+    assert results["programs"]["gradaccum"]["peak_bytes"] <= 400_000
+    assert f"--microbatches=auto: {k}, of what was compiled:" in capsys.readouterr().out
+
+
 def test_a_form_that_does_not_exist_is_not_faked(capsys):
     results = audit.run(parse(*TRAIN, "--comm_hook=int8_quantize", "--check"))
     cells = table(capsys.readouterr().out)

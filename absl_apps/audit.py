@@ -99,6 +99,7 @@ def run(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     data_axes = _data_axes(FLAGS.axis_name, mesh)
     hook = comm_hooks.parse(FLAGS.comm_hook) if FLAGS.comm_hook else None
     checked = comm_hooks.audited_axes(hook, data_axes)
+    branch = FLAGS.conditional or comm_hooks.in_branch(hook)
     programs = _programs(FLAGS, chosen, mesh)
     device = mesh.devices.flat[0]
     limit = aot.memory_limit(device)
@@ -122,12 +123,12 @@ def run(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
                 found[name] = row
                 continue
             rows[name] = row
-            found[name] = audit_table.costs(row, mesh, checked, comm_hooks.in_branch(hook))
+            found[name] = audit_table.costs(row, mesh, checked, branch)
             calls = row.contender.calls
             each = f"each of {calls:,} calls a step of " if calls > 1 else ""
             print(f"\n{name}: {each}{row.report}", flush=True)
 
-    print(f"\n{audit_table.markdown(found, mesh)}\n\n* {audit_table.ESTIMATE}")
+    print(f"\n{audit_table.markdown(found, mesh, limit)}\n\n* {audit_table.ESTIMATE}")
     devices = math.prod(mesh.shape[axis] for axis in data_axes)
     along = " and ".join(data_axes)
     for name, cost in found.items():

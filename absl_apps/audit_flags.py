@@ -34,12 +34,13 @@ OF_TRAIN = (
     "sharding",
     "sequence_parallel",
 )
+OF_FILE = ("axis_name", "conditional")
 GROUPS = {  # the order of --help; a test keeps it complete
     "Program": ("program", "check"),
     "Of seed and train": OF_BOTH,
     "Of seed": OF_SEED,
     "Of train": OF_TRAIN,
-    "Of FILE.py:function": ("axis_name",),
+    "Of FILE.py:function": OF_FILE,
     "Devices": ("mesh", *targets.FLAGS, "cpu_devices"),
     "Output": ("json",),
 }
@@ -65,6 +66,12 @@ def define(values: flags.FlagValues) -> None:
         "axis_name",
         None,
         f"Data axes of the mesh, by comma. Default: all but {meshes.MODEL_AXIS}.",
+        flag_values=values,
+    )
+    flags.DEFINE_bool(
+        "conditional",
+        False,
+        "The one mean may stand in a branch, as that of gradaccum.MultiSteps does.",
         flag_values=values,
     )
     flags.DEFINE_string(
@@ -144,10 +151,10 @@ def chosen(values: flags.FlagValues) -> dict[str, Any]:
       ValueError: a flag is given that is not the program's.
     """
     program = values.program
-    own = {SEED: OF_BOTH + OF_SEED, TRAIN: OF_BOTH + OF_TRAIN}.get(program, ("axis_name",))
+    own = {SEED: OF_BOTH + OF_SEED, TRAIN: OF_BOTH + OF_TRAIN}.get(program, OF_FILE)
     foreign = [
         name
-        for name in (*OF_BOTH, *OF_SEED, *OF_TRAIN, "axis_name")
+        for name in (*OF_BOTH, *OF_SEED, *OF_TRAIN, *OF_FILE)
         if name not in own and values[name].present
     ]
     if foreign:

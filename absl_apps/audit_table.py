@@ -90,8 +90,16 @@ def _refusal(
 ########################################### The table ############################################
 
 
-def markdown(found: Mapping[str, Costs | str], mesh: jax.sharding.Mesh) -> str:
-    """Return the comparison: a line a measure, a column a program, or why there is none."""
+def markdown(
+    found: Mapping[str, Costs | str], mesh: jax.sharding.Mesh, memory_limit: int | None
+) -> str:
+    """Return the comparison: a line a measure, a column a program, or why there is none.
+
+    Args:
+      found: what the programs cost, by name.
+      mesh: its axes have lines of their own.
+      memory_limit: bytes that a device has for programs, if that is known.
+    """
 
     def line(title: str, cell: Any) -> list[str]:
         return [title, *(x if isinstance(x, str) else cell(x) for x in found.values())]
@@ -107,9 +115,15 @@ def markdown(found: Mapping[str, Costs | str], mesh: jax.sharding.Mesh) -> str:
             line(f"bytes over {axis}", lambda x, axis=axis: whole(x.bytes[axis])),
             line(f"sent by a device over {axis}", lambda x, axis=axis: whole(x.wire_bytes[axis])),
         ]
+    of_device = "peak memory, of a device's"
     lines += [
         line("calls of the program", lambda x: whole(x.calls)),
         line("peak memory, bytes", lambda x: whole(x.peak_bytes)),
+        *(
+            [line(of_device, lambda x: f"{x.peak_bytes / memory_limit:.1%}")]
+            if memory_limit
+            else []
+        ),
         line("temporary memory, bytes", lambda x: whole(x.temp_bytes)),
         line("FLOPs, of matrix products", lambda x: whole(x.flops)),
     ]

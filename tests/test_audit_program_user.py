@@ -47,6 +47,18 @@ def test_the_data_axes_of_a_users_mesh(capsys, tmp_path):
     assert "one cross-device mean over dp" in capsys.readouterr().out
 
 
+def test_a_mean_in_a_branch_is_allowed_where_that_is_meant(tmp_path):
+    branch = EXAMPLE.replace(
+        "jnp.mean((batch @ params) ** 2)",
+        "jax.lax.cond(params[0, 0] > 0, lambda: jnp.mean((batch @ params) ** 2), lambda: 0.0)",
+    )
+    program = f"--program={write(tmp_path, branch)}:describe", "--check"
+    strict = audit.run(parse(*program))
+    assert "stands in a branch" in next(iter(strict["programs"].values()))["refusal"]
+    assert strict["failed"]
+    assert not audit.run(parse(*program, "--conditional"))["failed"]
+
+
 HEAD = """
 import jax
 from jax.sharding import NamedSharding, PartitionSpec as P

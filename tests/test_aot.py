@@ -228,6 +228,8 @@ def test_devices_that_are_here():
     mesh = aot.make_mesh({"dp": 4, "mp": 2}, jax.devices())
     assert list(mesh.devices.flat) == jax.devices()
     assert aot.memory_limit(mesh.devices.flat[0]) is None
+    with pytest.raises(TypeError, match=r"got an object of type Mesh\. Required: a device\."):
+        aot.memory_limit(mesh)
     with pytest.raises(
         ValueError, match=r"axes dp=4 do not take the 8 devices given\. Required: a"
     ):

@@ -71,6 +71,12 @@ def memory_limit(device: Any) -> int | None:
     Args:
       device: of `jax.devices()` or of a mesh; CPUs have no limit of their own.
 
+    Returns:
+      Bytes, or None.
+
+    Raises:
+      TypeError: `device` is no device.
+
     Cost:
       Nothing runs.
 
@@ -80,6 +86,11 @@ def memory_limit(device: Any) -> int | None:
       >>> aot.memory_limit(mesh.devices.flat[0]) / 2**30
       15.75
     """
+    if not hasattr(device, "device_kind"):
+        raise TypeError(
+            f"aot.memory_limit: got an object of type {type(device).__name__}. Required: a device. "
+            "Pass one of jax.devices(), or mesh.devices.flat[0]."
+        )
     try:
         stats = device.memory_stats()
     except Exception:  # a device that is not here has none; which error it raises differs

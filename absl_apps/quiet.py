@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 _REMARKS = re.compile(
     r"cudart_stub\.cc.*Could not find cuda drivers"
+    r"|gpu_compiler\.cc.*compile with a GPU present"
     r"|All log messages before absl::InitializeLog\(\) is called"
 )
 

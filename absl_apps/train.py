@@ -101,7 +101,8 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     if planned:
         with errors_in_one_line():
             plan = train_program.plan(flag_parsing.chosen(FLAGS, train_flags.GROUPS), mesh, limit)
-        microbatches = plan.microbatches
+        # Processes may be allowed a little more or less; all take what fits on each.
+        microbatches = max(map(int, cluster.exchange(str(plan.microbatches))))
         say(f"--microbatches=auto: {microbatches}, of what was compiled:\n{plan}\n")
 
     ############################# The model and its state, on the mesh #############################

@@ -59,7 +59,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import platform
 import sys
@@ -146,9 +145,7 @@ def run(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         },
     }
     if FLAGS.json:
-        with open(FLAGS.json, "w") as stream:
-            json.dump(results, stream, indent=1)
-            stream.write("\n")
+        run_files.write_json(FLAGS.json, results)
     last = list(found.values())[-1]  # the user's own, or gradaccum's
     failed = isinstance(last, str) or last.refusal is not None
     return results | {"failed": FLAGS.check and failed}
@@ -162,11 +159,12 @@ def _programs(
     if FLAGS.program == audit_flags.SEED:
         return audit_programs.seed(chosen, mesh)
     if FLAGS.program == audit_flags.TRAIN:
+        microbatch_flags.check(chosen["microbatches"], chosen["hbm_gb"])
         if chosen["microbatches"] == microbatch_flags.AUTO:
             limit = microbatch_flags.memory_limit(chosen["hbm_gb"])
             plan = train_program.plan(chosen, mesh, limit)
-            chosen["microbatches"] = plan.microbatches
             print(f"--microbatches=auto: {plan.microbatches}, of what was compiled:\n{plan}\n")
+            chosen = chosen | {"microbatches": plan.microbatches}
         return audit_programs.train(chosen, mesh)
     return {FLAGS.program: audit_file.load(FLAGS.program, mesh)}
 

@@ -6,7 +6,6 @@ They are defined by a call, not by an import: another program's flags have the s
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,7 +81,7 @@ def define(values: flags.FlagValues) -> None:
         flag_values=values,
     )
     targets.define(values)
-    flags.DEFINE_string("json", None, "File for all that is printed, and more.", flag_values=values)
+    flag_parsing.define_json(values, "File for all that is printed, and more.")
 
     @flags.validator("program", flag_values=values)
     def _program(text: str) -> bool:
@@ -92,13 +91,7 @@ def define(values: flags.FlagValues) -> None:
     def _mesh(text: str | None) -> bool:
         return text is None or _valid(lambda: meshes.parse(text))
 
-    @flags.validator("json", flag_values=values)
-    def _json(path: str | None) -> bool:
-        if path and not os.path.isdir(os.path.dirname(path) or "."):
-            raise flags.ValidationError(f"there is no directory {os.path.dirname(path)}.")
-        return True
-
-    del _program, _mesh, _json  # registered
+    del _program, _mesh  # registered
 
 
 def _define_sizes(values: flags.FlagValues) -> None:

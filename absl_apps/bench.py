@@ -50,7 +50,6 @@ of the gradients once, 268,435,456 / 16 = 16,777,216 bytes, and 512 bytes of the
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -235,9 +234,7 @@ def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         "program_instructions": sizes,
     }
     if FLAGS.json:
-        with open(FLAGS.json, "w") as stream:
-            json.dump(results, stream, indent=1)
-            stream.write("\n")
+        run_files.write_json(FLAGS.json, results)
     return results
 
 

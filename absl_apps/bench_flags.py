@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from typing import Any
 
 from absl import flags
@@ -101,7 +100,7 @@ def define(values: flags.FlagValues) -> None:
         "each step is then given copies, made before the clock starts.",
         flag_values=values,
     )
-    flags.DEFINE_string("json", None, "File for all that was measured.", flag_values=values)
+    flag_parsing.define_json(values, "File for all that was measured.")
 
     factors = ["grad_acc_steps", "dp", "num_slices"]
 
@@ -131,13 +130,7 @@ def define(values: flags.FlagValues) -> None:
             )
         return True
 
-    @flags.validator("json", flag_values=values)
-    def _json(path: str | None) -> bool:
-        if path and not os.path.isdir(os.path.dirname(path) or "."):
-            raise flags.ValidationError(f"there is no directory {os.path.dirname(path)}.")
-        return True
-
-    del _batch, _contenders, _json  # registered
+    del _batch, _contenders  # registered
 
 
 parse = functools.partial(flag_parsing.parse, "bench", GROUPS, define)  # (argv, values, manual)

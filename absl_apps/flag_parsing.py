@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,19 @@ def parse(
     if rest[1:]:
         sys.exit(f"{program}: {rest[1]!r} is not a flag; flags are written --name=value.")
     return rest
+
+
+def define_json(values: flags.FlagValues, text: str) -> None:
+    """Define --json, a file to write at the end; that it can be is checked at the start."""
+    flags.DEFINE_string("json", None, text, flag_values=values)
+
+    @flags.validator("json", flag_values=values)
+    def _json(path: str | None) -> bool:
+        if path and not os.path.isdir(os.path.dirname(path) or "."):
+            raise flags.ValidationError(f"there is no directory {os.path.dirname(path)}.")
+        return True
+
+    del _json  # registered
 
 
 def help_text(values: flags.FlagValues, groups: Groups) -> str:

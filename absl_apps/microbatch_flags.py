@@ -27,7 +27,7 @@ class _Microbatches(flags.ArgumentParser):
 
 
 def define(values: flags.FlagValues, default: int) -> None:
-    """Define --microbatches."""
+    """Define --microbatches, and --hbm_gb for a number that is to be found."""
     flags.DEFINE(
         _Microbatches(),
         "microbatches",
@@ -36,10 +36,6 @@ def define(values: flags.FlagValues, default: int) -> None:
         "memory, of the divisors of its batch, found by compiling.",
         flag_values=values,
     )
-
-
-def define_hbm_gb(values: flags.FlagValues) -> None:
-    """Define how much memory a step may take: also of absl_apps.plan."""
     flags.DEFINE_float(
         "hbm_gb",
         None,
@@ -53,6 +49,15 @@ def define_hbm_gb(values: flags.FlagValues) -> None:
         return size is None or 0 < size < math.inf
 
     del _hbm  # registered
+
+
+def check(microbatches: str | int, hbm_gb: float | None) -> None:
+    """Raise ValueError where a limit is given and nothing is to be found."""
+    if hbm_gb is not None and microbatches != AUTO:
+        raise ValueError(
+            f"--hbm_gb={hbm_gb:g}: is for --microbatches={AUTO}, and --microbatches is "
+            f"{microbatches}; give one of them."
+        )
 
 
 def memory_limit(hbm_gb: float | None) -> int | None:

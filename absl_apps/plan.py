@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import sys
 from typing import Any
 
@@ -58,7 +57,7 @@ def define(values: flags.FlagValues) -> None:
     for name in {name for names in train_flags.GROUPS.values() for name in names} - known:
         delattr(values, name)
     targets.define(values)
-    flags.DEFINE_string("json", None, "File for the plan, as JSON.", flag_values=values)
+    flag_parsing.define_json(values, "File for the plan, as JSON.")
 
 
 def plan(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
@@ -68,10 +67,10 @@ def plan(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     sizes = ("d_model", "n_layer", "n_head", "compute_dtype")
     config = transformer.Config(*(chosen[name] for name in sizes))
     train_flags.check_model_axis(axes, config, FLAGS.seq_len, FLAGS.sequence_parallel)
-    mesh = targets.make_mesh(FLAGS, axes, f"--mesh={FLAGS.mesh}")
+    text = ",".join(f"{axis}={size}" for axis, size in axes.items())
+    mesh = targets.make_mesh(FLAGS, axes, f"--mesh={text}")
     limit = microbatch_flags.memory_limit(FLAGS.hbm_gb)
     kind = mesh.devices.flat[0].device_kind
-    text = ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     print(
         f"{mesh.size:,} devices, {kind}, mesh {text}"
         f"{', compiled for only' if targets.elsewhere(FLAGS) else ''}; state {FLAGS.sharding}\n"
@@ -91,9 +90,7 @@ def plan(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         "plan": dataclasses.asdict(found),
     }
     if FLAGS.json:
-        with open(FLAGS.json, "w") as stream:
-            json.dump(results, stream, indent=1)
-            stream.write("\n")
+        run_files.write_json(FLAGS.json, results)
     return results
 
 

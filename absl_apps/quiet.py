@@ -22,7 +22,14 @@ _REMARKS = re.compile(
 
 @contextlib.contextmanager
 def without_remarks() -> Iterator[None]:
-    """Hold the process's stderr back, native code's too, then write it without the remarks."""
+    """Hold the process's stderr back, native code's too, then write it without the remarks.
+
+    Not where XLA_FLAGS is set: XLA ends the process at a flag that it does not know, and its last
+    words would be lost.
+    """
+    if "XLA_FLAGS" in os.environ:
+        yield
+        return
     try:
         sys.stderr.flush()
         kept = os.dup(2)

@@ -84,6 +84,13 @@ class RunFiles:
         os.replace(partial, self.run_path)
 
 
+def write_json(path: str, results: Mapping[str, Any]) -> None:
+    """Write what a program found, as JSON."""
+    with open(path, "w") as stream:
+        json.dump(results, stream, indent=1)
+        stream.write("\n")
+
+
 def environment(mesh: jax.sharding.Mesh) -> dict[str, dict[str, Any]]:
     """Return the versions and the devices that a run's numbers depend on, for its JSON."""
     modules = gradaccum, jax, jaxlib, np, optax

@@ -75,10 +75,14 @@ def make_mesh(values: flags.FlagValues, axes: Mapping[str, int], asked: str) -> 
     Raises:
       ValueError: there are no such devices, or not so many.
     """
-    if values.topology:
-        return aot.tpu_mesh(values.topology, axes, num_slices=values.num_slices)
-    if values.gpu:
-        return aot.gpu_mesh(values.gpu, axes, hosts=values.hosts)
+    try:
+        if values.topology:
+            return aot.tpu_mesh(values.topology, axes, num_slices=values.num_slices)
+        if values.gpu:
+            return aot.gpu_mesh(values.gpu, axes, hosts=values.hosts)
+    except ValueError as error:
+        kind = f"--topology={values.topology}" if values.topology else f"--gpu={values.gpu}"
+        raise ValueError(f"{kind} {asked}: {error}") from None
     return meshes.make(axes, asked, simulate="--cpu_devices")
 
 

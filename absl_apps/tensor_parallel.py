@@ -41,7 +41,6 @@ count them twice.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from typing import Any
@@ -238,9 +237,7 @@ def _run(FLAGS: flags.FlagValues, chosen: dict[str, Any]) -> list[str]:  # noqa:
         environment = run_files.environment(max(grids.values(), key=lambda mesh: mesh.size))
         environment["devices"]["ran"] = not FLAGS.topology
         written = {"flags": chosen, **environment, "tolerance": tolerance, "runs": runs}
-        with open(FLAGS.json, "w") as stream:
-            json.dump(written, stream, indent=1)
-            stream.write("\n")
+        run_files.write_json(FLAGS.json, written)
     return failures
 
 

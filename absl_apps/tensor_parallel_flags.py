@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from typing import Any
 
 from absl import flags
@@ -103,7 +102,7 @@ def define(values: flags.FlagValues) -> None:
         "Compile for this TPU slice, as v5e:2x4, which need not be here; nothing runs.",
         flag_values=values,
     )
-    flags.DEFINE_string("json", None, "File for all that was measured.", flag_values=values)
+    flag_parsing.define_json(values, "File for all that was measured.")
 
     _validate(values)
 
@@ -114,12 +113,6 @@ def _validate(values: flags.FlagValues) -> None:
     @flags.validator("tolerance", "must be finite", flag_values=values)
     def _tolerance(limit: float | None) -> bool:
         return limit is None or math.isfinite(limit)
-
-    @flags.validator("json", flag_values=values)
-    def _json(path: str | None) -> bool:
-        if path and not os.path.isdir(os.path.dirname(path) or "."):
-            raise flags.ValidationError(f"there is no directory {os.path.dirname(path)}.")
-        return True
 
     @flags.validator("models", flag_values=values)
     def _models(names: list[str] | None) -> bool:
@@ -148,7 +141,7 @@ def _validate(values: flags.FlagValues) -> None:
             )
         return True
 
-    del _tolerance, _json, _models, _wide, _broken  # registered
+    del _tolerance, _models, _wide, _broken  # registered
 
 
 def check(chosen: dict[str, Any]) -> None:

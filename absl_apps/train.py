@@ -76,6 +76,7 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         mesh = meshes.make(axes, f"--mesh={asked}", simulate="--cpu_devices")
         data_axes = meshes.data_axes(mesh)
         devices = math.prod(mesh.shape[axis] for axis in data_axes)
+        microbatch_flags.check(FLAGS.microbatches, FLAGS.hbm_gb)
         planned = FLAGS.microbatches == microbatch_flags.AUTO
         train_flags.check_batch(FLAGS.global_batch, 1 if planned else FLAGS.microbatches, devices)
         limit = microbatch_flags.memory_limit(FLAGS.hbm_gb)

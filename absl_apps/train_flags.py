@@ -77,7 +77,6 @@ def define(values: flags.FlagValues) -> None:
     integer("steps", 150, "Optimizer steps.")
     integer("global_batch", 64, "Sequences per step, over all devices and microbatches.")
     microbatch_flags.define(values, 4)
-    microbatch_flags.define_hbm_gb(values)
     flags.DEFINE_enum(
         "optimizer",
         "adamw",

@@ -105,7 +105,8 @@ def test_axes_that_split_a_dimension_of_the_torus(axes):
             "v5e:2x4",
             {"mp": 4, "dp": 12},
             {"num_slices": 6},
-            r"axes mp=4 \* dp=12 = 48 cannot be laid over 6 slices of 8 devices\. .* divides 6 or",
+            r"^aot\.tpu_mesh: axes mp=4 \* dp=12 = 48 cannot be laid over 6 slices of 8 dev"
+            r"ices\. .* divides 6 or",
         ),
         ("v5e:2x4", {"dp": 0}, {}, r"axes is \{'dp': 0\}\. Required: at least one axis"),
         ("v5e:2x4", {"dp": True}, {}, r"axes is \{'dp': True\}"),
@@ -160,6 +161,7 @@ def test_a_thousand_gpus():
         ),
         ("H100", {"hosts": 3}, r"axes dp=8 do not divide evenly over hosts=3\. .* the 8 GPUs\.$"),
         ("H100", {"hosts": 0}, r"hosts=0"),
+        (["H100"], {}, r"kind is \['H100'\]\. Required: one of A100"),
     ],
 )
 def test_gpu_mistakes_are_one_line(kind, options, message):

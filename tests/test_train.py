@@ -264,6 +264,7 @@ def test_bad_flags_are_one_line(args, message):
         (["--data=/nowhere/*.txt,/nowhere/else"], r"no file matches /nowhere/\*\.txt, /nowhere/el"),
         (["--data=,"], r"no file matches"),
         (["--max_data_bytes=128"], r"128 bytes are fewer than seq_len \+ 1 = 128 \+ 1 = 129"),
+        (["--hbm_gb=1"], r"--hbm_gb=1: is for --microbatches=auto, and --microbatches is 4; give"),
         (["--microbatches=auto"], r"--hbm_gb: a device of kind cpu has no limit of its own; say"),
         (["--microbatches=auto", "--global_batch=30"], r"--global_batch=30: .* 1 \* 8 = 8; the"),
         (["--workdir=/proc/none"], r"--workdir=/proc/none: cannot be written: "),

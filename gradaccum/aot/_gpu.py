@@ -12,7 +12,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from gradaccum.aot._gpu_targets import GPUS, target_config
-from gradaccum.aot._make_mesh import check_axes, make_mesh, sizes
+from gradaccum.aot._make_mesh import arrange, check_axes, sizes
 from gradaccum.aot._quiet import environment, silent_stderr
 
 API = "aot.gpu_mesh"
@@ -44,12 +44,13 @@ def gpu_mesh(kind: str, axes: Mapping[str, int], *, hosts: int = 1) -> Mesh:
     Raises:
       TypeError: axes is no mapping.
       ValueError: the CUDA plugin is missing (extra `aot-gpu`) or of another version than jaxlib;
-        the kind is unknown; or the hosts do not divide the GPUs.
+        the kind is unknown; the axes are not names with sizes of at least 1; or hosts is no int
+        that divides the GPUs.
 
     Cost:
       The plugin is loaded once, in well under a second. No device is queried. During the call an
-      environment variable keeps the plugin from looking for NVIDIA's libraries, and what it writes
-      to stderr is discarded.
+      environment variable keeps the plugin from looking for NVIDIA's libraries, and what the
+      process writes to stderr is discarded: let no other thread write, or start a process, then.
 
     Example:
       >>> from gradaccum import aot
@@ -61,7 +62,7 @@ def gpu_mesh(kind: str, axes: Mapping[str, int], *, hosts: int = 1) -> Mesh:
       JAX's ahead-of-time compilation, https://docs.jax.dev/en/latest/aot.html.
     """
     check_axes(API, axes)
-    if kind not in GPUS:
+    if not isinstance(kind, str) or kind not in GPUS:
         raise ValueError(f"{API}: kind is {kind!r}. Required: one of {', '.join(GPUS)}.")
     gpus = math.prod(axes.values())
     if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1 or gpus % hosts:
@@ -78,7 +79,7 @@ def gpu_mesh(kind: str, axes: Mapping[str, int], *, hosts: int = 1) -> Mesh:
             # An earlier device query found no NVIDIA library, and left the plugin out.
             importlib.import_module(module).initialize()
             devices = topologies.get_topology_desc("gradaccum", "cuda", **options).devices
-    return make_mesh(axes, devices)
+    return arrange(API, axes, devices)
 
 
 def _check_plugin() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,11 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
     """
     api = "aot.make_mesh"
     check_axes(api, axes)
+    return arrange(api, axes, devices)
+
+
+def arrange(api: str, axes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
+    """As `make_mesh`, in the words of whoever is called."""
     if math.prod(axes.values()) != len(devices):
         raise ValueError(
             f"{api}: axes {sizes(axes)} do not take the {len(devices)} devices given. Required: a "
@@ -80,11 +85,11 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
     slices = len({getattr(device, "slice_index", None) for device in devices})
     shape = tuple(axes.values())
     if slices == 1:
-        array = _within(shape, devices)
+        array = _placed(mesh_utils.create_device_mesh, shape, devices)
     else:
         outer = _between(api, axes, slices, len(devices))
         inner = tuple(size // factor for size, factor in zip(shape, outer, strict=True))
-        array = _hybrid(inner, outer, devices)
+        array = _placed(mesh_utils.create_hybrid_device_mesh, inner, outer, devices)
     return Mesh(array, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
@@ -104,17 +109,8 @@ def _between(api: str, axes: Mapping[str, int], slices: int, devices: int) -> tu
     return tuple(outer)
 
 
-def _within(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
+def _placed(place: Callable[..., np.ndarray], *given: Any) -> np.ndarray:
     try:
-        return mesh_utils.create_device_mesh(shape, devices)
+        return place(*given)
     except NotImplementedError:  # no axis is a product of whole torus dimensions
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-
-
-def _hybrid(inner: tuple[int, ...], outer: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
-    try:
-        return mesh_utils.create_hybrid_device_mesh(inner, outer, devices)
-    except NotImplementedError:
-        return mesh_utils.create_hybrid_device_mesh(
-            inner, outer, devices, allow_split_physical_axes=True
-        )
+        return place(*given, allow_split_physical_axes=True)

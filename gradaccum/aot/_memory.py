@@ -63,16 +63,17 @@ def peak_bytes(program: jax.stages.Compiled) -> int:
 
 
 def memory_limit(device: Any) -> int | None:
-    """Return the bytes that programs can use on a device; None where it has no limit of its own.
+    """Return the bytes that programs can use on a device, where that is known.
 
     For a device that is here, what its allocator may take. For a TPU that is not, what its
-    compiler states; for a GPU, three quarters of its memory, which is what JAX reserves.
+    compiler states; for a GPU, three quarters of its memory, which JAX reserves unless
+    XLA_PYTHON_CLIENT_MEM_FRACTION, which is not read here, says other.
 
     Args:
       device: of `jax.devices()` or of a mesh; CPUs have no limit of their own.
 
     Returns:
-      Bytes, or None.
+      Bytes; None for a CPU, and for a kind that is not known.
 
     Raises:
       TypeError: `device` is no device.

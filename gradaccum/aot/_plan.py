@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -72,8 +73,9 @@ def plan_microbatches(
     """Find the fewest microbatches whose step fits in a device's memory, without running it.
 
     The step is compiled for some of the candidates, and its peak memory is the compiler's own
-    (`peak_bytes`). Candidates are bisected, since more microbatches are smaller ones: the answer
-    has itself been compiled and fits, and the next fewer candidate has been compiled and does not.
+    (`peak_bytes`): first for the fewest, then, if these do not fit, by bisection, since more
+    microbatches are smaller ones. The answer has itself been compiled and fits; the next fewer
+    candidate has been compiled and does not.
 
     Args:
       make_step: k -> the step with k microbatches, a jitted function (a plain one is jitted; jit
@@ -89,13 +91,15 @@ def plan_microbatches(
 
     Raises:
       TypeError: `make_step` cannot be called, or gives what cannot.
-      ValueError: no candidates, or one that is no int of at least 1; no limit is known; or nothing
-        fits, with what takes the memory and the table of what was compiled. What `make_step` and
-        tracing raise passes: a candidate that does not divide the batch, for instance.
+      ValueError: no candidates, or one that is no int of at least 1; a limit that is no int of at
+        least 1, or none that is known; or nothing fits, with what takes the memory and the table
+        of what was compiled. What `make_step` and tracing raise passes: a candidate that does not
+        divide the batch, for instance.
 
     Cost:
-      One compilation for each of about log2(number of candidates) + 1 of them. Nothing runs. For
-      devices that are not here, what the compiler writes to stderr is discarded.
+      One compilation where the fewest fit, else about log2(number of candidates) + 2. Nothing runs.
+      For devices that are not here, what the process writes to stderr meanwhile is discarded,
+      unless XLA_FLAGS is set.
 
     Example:
       >>> import jax, jax.numpy as jnp, gradaccum
@@ -124,7 +128,8 @@ def plan_microbatches(
     trials: dict[int, Trial] = {}
     low, high = 0, len(ks)  # ks[:low] do not fit, ks[high:] do
     while low < high:
-        middle = (low + high) // 2
+        # The fewest first: without a loop, one microbatch may take less than two.
+        middle = (low + high) // 2 if trials else 0
         trial = _try(make_step, ks[middle], args, limit, held)
         trials[ks[middle]] = trial
         low, high = (low, middle) if trial.fits else (middle + 1, high)
@@ -202,7 +207,9 @@ def _try(
     lowered = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args)
     here = set(_devices(args)) <= set(jax.devices())
     try:
-        with contextlib.nullcontext() if here else silent_stderr():
+        # libtpu ends the process at a flag that it does not know: then its last words are all.
+        heard = here or "XLA_FLAGS" in os.environ
+        with contextlib.nullcontext() if heard else silent_stderr():
             program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 def silent_stderr() -> Iterator[None]:
     """Discard what the process writes to its stderr, from whatever thread.
 
-    What matters is raised as an exception, and passes. Without a stderr nothing is done.
+    Exceptions pass; the last words of code that ends the process do not. Without a stderr nothing
+    is done.
     """
     try:
         sys.stderr.flush()

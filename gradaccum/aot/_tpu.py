@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from gradaccum.aot._make_mesh import check_axes, make_mesh, sizes
+from gradaccum.aot._make_mesh import arrange, check_axes, sizes
 from gradaccum.aot._quiet import environment, silent_stderr
 
 API = "aot.tpu_mesh"
@@ -50,12 +50,14 @@ def tpu_mesh(topology: str, axes: Mapping[str, int], *, num_slices: int = 1) -> 
     Raises:
       TypeError: axes is no mapping.
       ValueError: libtpu is missing (extra `aot-tpu`) or does not know the slice, with the chips
-        that it knows; or the axes do not take all devices.
+        that it knows; num_slices is no int of at least 1; the axes are not names with sizes of at
+        least 1, do not take all devices, or not with the slices along the first of them.
 
     Cost:
       libtpu is loaded once, about half a second; 1,024 chips take two more. No device is queried,
-      and the process's own platform is left as it is. Where there is no TPU, two environment
-      variables say so to libtpu during the call; what it writes to stderr then is discarded.
+      and the process's own platform is left as it is. During the call what the process writes to
+      stderr is discarded and, where there is no TPU, two environment variables tell libtpu so:
+      let no other thread write, or start a process, meanwhile.
 
     Example:
       >>> from gradaccum import aot
@@ -90,7 +92,7 @@ def tpu_mesh(topology: str, axes: Mapping[str, int], *, num_slices: int = 1) -> 
             f"{API}: {of} has {len(devices)} devices, axes {sizes(axes)} take {needed}. Required: "
             "all of them. Change the sizes, or take another slice."
         )
-    return make_mesh(axes, devices)
+    return arrange(API, axes, devices)
 
 
 def _devices(topology: str, num_slices: int) -> list[object]:

@@ -101,8 +101,8 @@ def _text(api: str, compiled: jax.stages.Compiled) -> str:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"{api}: the compiler cannot write the text of this program ({reason[:200]}). "
-            "Required: a program whose compiled.as_text() returns; libtpu fails on some for v6e. "
-            "Compile for another chip, with other sizes, or with another libtpu."
+            "Required: a program whose compiled.as_text() returns; libtpu has none for tpu7x, and "
+            "not for every program for v6e. Compile for another chip, or with another libtpu."
         ) from error
 
 

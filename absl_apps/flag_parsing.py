@@ -44,6 +44,8 @@ def define_json(values: flags.FlagValues, text: str) -> None:
     def _json(path: str | None) -> bool:
         if path and not os.path.isdir(os.path.dirname(path) or "."):
             raise flags.ValidationError(f"there is no directory {os.path.dirname(path)}.")
+        if path and os.path.isdir(path):
+            raise flags.ValidationError("is a directory; name a file in it.")
         return True
 
     del _json  # registered

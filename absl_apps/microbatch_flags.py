@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 from absl import flags
@@ -44,9 +43,9 @@ def define(values: flags.FlagValues, default: int) -> None:
         flag_values=values,
     )
 
-    @flags.validator("hbm_gb", "must be more than 0, and finite", flag_values=values)
+    @flags.validator("hbm_gb", "must be more than 0, and less than a billion", flag_values=values)
     def _hbm(size: float | None) -> bool:
-        return size is None or 0 < size < math.inf
+        return size is None or 0 < size < 1e9
 
     del _hbm  # registered
 

@@ -92,6 +92,7 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         # What differs between processes would have them wait for each other for ever.
         facts = train_flags.agreed(FLAGS) | run_files.environment(mesh)["versions"]
         del facts["python"]  # its patches do no harm
+        facts["num_processes"] = FLAGS.num_processes or jax.process_count()
         facts["data"] = f"{data.size:,} bytes, SHA-256 {text_data.checksum(data)}"
         workdir = FLAGS.workdir or os.path.join("runs", time.strftime("%Y%m%d-%H%M%S"))
         told = cluster.agree(facts | {"_workdir": workdir, "_host": platform.node()})

@@ -95,7 +95,9 @@ def test_axes_that_split_a_dimension_of_the_torus(axes):
             r"^aot\.tpu_mesh: topology 'v9:2x2' is not known .*v9\)\. Required: .*of chips "
             r"v2:2x2, v3:2x2, v4:2x2x1, v5e:2x4, v5p:2x2x1, v6e:2x4, tpu7x:2x2x1\.$",
         ),
-        ("v5e", {"dp": 8}, {}, r"'v5e' is not known .*regex"),
+        ("v5e", {"dp": 8}, {}, r"'v5e' is not known .*not written CHIP:SIZExSIZE"),
+        ("", {"dp": 8}, {}, r"'' is not known .*not written CHIP:SIZExSIZE"),
+        ("v5e:0x4", {"dp": 8}, {}, r"'v5e:0x4' is not known .*sizes of at least 1"),
         ("v5e:3x3", {"dp": 9}, {}, r"'v5e:3x3' is not known .*not divisible"),
         ("v3:2x2", {"dp": 4}, {}, r"v3:2x2 has 8 devices, axes dp=4 take 4\. Required: all"),
         ("v5e:2x4", {"a": 3, "b": 3}, {}, r"has 8 devices, axes a=3 \* b=3 = 9 take 9"),

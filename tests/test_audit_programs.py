@@ -8,7 +8,7 @@ from audit_fixtures.programs import GRAD, D, arguments, compiled, loss, mesh_of,
 from jax.sharding import PartitionSpec as P
 
 import gradaccum
-from gradaccum import audit
+from gradaccum import aot, audit, hooks
 from gradaccum.tensor_parallel import all_gather_to, reduce_from, scatter_to
 
 TREE = 4 * 2 * (D * D + D)  # bytes of the gradient tree
@@ -194,6 +194,48 @@ def test_hsdp_is_one_mean_over_two_axes():
     rows = audit.collectives(made)
     assert sum(row.bytes for row in rows if row.axes == ("dp",)) == TREE
     assert sum(row.bytes for row in rows if row.axes == ("r",)) == TREE // 4
+
+
+def two_slices(value_and_grad):
+    """Compile for two TPU slices, a batch over both."""
+    mesh = aot.tpu_mesh("v5e:2x4", {"r": 2, "dp": 8}, num_slices=2)
+    w = shaped((512, 512), mesh)
+    x = shaped((64, 512), mesh, ("r", "dp"))
+    return mesh, jax.jit(lambda w, x: value_and_grad(mesh)(w, x)).lower(w, x).compile()
+
+
+def square(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+@pytest.mark.parametrize("hook", [hooks.bf16_compress, hooks.fp16_compress])
+def test_scalars_that_are_padded_between_slices_are_scalars(hook):
+    """A weight of 4 bytes fills 128 lanes where it leaves a TPU slice: it is no gradient."""
+
+    def compressed(mesh):
+        options = {"microbatches": 2, "axis_name": ("r", "dp"), "mesh": mesh}
+        return jax.value_and_grad(
+            gradaccum.accumulate(square, comm_hook=hook(axis_name="r"), **options)
+        )
+
+    mesh, made = two_slices(compressed)
+    sent = [row.shapes for row in audit.collectives(made, mesh=mesh).over("r")]
+    assert ("f32[1,1,128]",) in sent
+    audit.assert_one_reduction(made, axis_name=("r", "dp"), mesh=mesh)
+
+
+def test_a_loss_alone_between_slices_is_no_mean_of_gradients():
+    def forgotten(mesh):
+        def local(w, x):
+            value, grads = jax.lax.psum(jax.value_and_grad(square)(w, x), "dp")
+            return jax.lax.psum(value, "r"), grads
+
+        specs = P(), P(("r", "dp"))
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+
+    mesh, made = two_slices(forgotten)
+    with pytest.raises(AssertionError, match=r"no gradient is reduced over r=2: of 1 operations"):
+        audit.assert_one_reduction(made, axis_name=("r", "dp"), mesh=mesh)
 
 
 def test_a_leaf_that_misses_one_data_axis_is_caught():

@@ -10,6 +10,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from absl import flags
 from jax.sharding import NamedSharding
@@ -160,6 +161,7 @@ def test_a_program_that_the_compiler_refuses_does_not_fit():
     [
         ({"candidates": []}, ValueError, r"candidates are \[\]\. Required: at least one"),
         ({"candidates": [4, 0]}, ValueError, r"candidates are \[4, 0\]"),
+        ({"candidates": 4}, ValueError, r"candidates are 4\. Required: at least one"),
         ({"candidates": [1.0]}, ValueError, r"candidates are \[1\.0\]"),
         ({"candidates": [1], "memory_limit": 0}, ValueError, r"memory_limit is 0\. Required: an"),
         ({"candidates": [1], "memory_limit": 1e9}, ValueError, r"memory_limit is 1000000000\.0"),
@@ -178,6 +180,23 @@ def test_make_step_is_a_function_of_k(mesh):
         aot.plan_microbatches(4, candidates=[1], memory_limit=1)
     with pytest.raises(TypeError, match=r"make_step\(1\) returned an object of type int"):
         aot.plan_microbatches(lambda k: k, *arguments(mesh), candidates=[1], memory_limit=1)
+
+
+def test_a_compiled_step_is_refused():
+    with pytest.raises(TypeError, match=r"make_step\(2\) returned a compiled program\. Required"):
+        aot.plan_microbatches(
+            lambda k: jax.jit(lambda: k).lower().compile(), candidates=[2], memory_limit=9
+        )
+
+
+def test_numpy_integers_are_integers():
+    plan = aot.plan_microbatches(
+        lambda k: lambda x: x * k,
+        jnp.ones(9),
+        candidates=np.array([2, 1]),
+        memory_limit=np.int64(100),
+    )
+    assert (plan.microbatches, plan.memory_limit) == (1, 100)
 
 
 def test_a_plain_function_is_jitted_and_arrays_are_arguments():
@@ -258,6 +277,8 @@ def test_what_does_not_fit_is_told(args, message):
         (("--hbm_gb=0",), r"must be more than 0"),
         (("--microbatches=2",), r"Unknown command line flag 'microbatches'"),
         (("--json=/nowhere/x.json",), r"there is no directory /nowhere"),
+        (("--json=/",), r"is a directory; name a file in it"),
+        (("--hbm_gb=1e300",), r"less than a billion"),
         (("--workdir=x",), r"Unknown command line flag 'workdir'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",

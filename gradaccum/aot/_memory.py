@@ -27,8 +27,9 @@ def peak_bytes(program: jax.stages.Compiled) -> int:
     """Return the most memory that a compiled program holds on a device, in bytes.
 
     By the compiler's own account: arguments, results and temporaries together, a donated argument
-    and the result in its place counted once. On TPUs and GPUs it is the compiler's peak; on CPUs,
-    where that leaves temporaries out, arguments + results - donated + temporaries.
+    and the result in its place counted once. On TPUs and GPUs it is the compiler's peak, which on
+    TPUs counts buffers on the chip (VMEM, some 100 MB at most) too; on CPUs, where that leaves
+    temporaries out, arguments + results - donated + temporaries.
 
     Args:
       program: a compiled program, for devices that are here or not.

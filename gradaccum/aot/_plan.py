@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 
 from gradaccum.aot._memory import memory_limit as limit_of
 from gradaccum.aot._memory import peak_bytes
@@ -142,23 +143,23 @@ def plan_microbatches(
 
 
 def _candidates(candidates: Iterable[int]) -> list[int]:
-    given = list(candidates)
-    bad = [k for k in given if isinstance(k, bool) or not isinstance(k, int) or k < 1]
+    given = list(candidates) if isinstance(candidates, Iterable) else []
+    bad = [k for k in given if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1]
     if bad or not given:
         raise ValueError(
-            f"{API}: candidates are {given!r}. Required: at least one number of microbatches, each "
-            "an int of at least 1. Pass the divisors of the batch on one device."
+            f"{API}: candidates are {given or candidates!r}. Required: at least one number of "
+            "microbatches, each an int of at least 1. Pass the divisors of the batch on one device."
         )
-    return sorted(set(given))
+    return sorted({int(k) for k in given})
 
 
 def _limit(given: int | None, args: tuple[Any, ...]) -> int:
     if given is not None:
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < 1:
             raise ValueError(
                 f"{API}: memory_limit is {given!r}. Required: an int of bytes, at least 1."
             )
-        return given
+        return int(given)
     devices = _devices(args) or jax.devices()
     here = [device for device in devices if device.process_index == jax.process_index()]
     device = (here or devices)[0]
@@ -167,7 +168,7 @@ def _limit(given: int | None, args: tuple[Any, ...]) -> int:
         raise ValueError(
             f"{API}: memory_limit is None, and a device of kind {device.device_kind!r} has no "
             "limit that is known. Required: bytes on each device. Pass memory_limit, for example "
-            "16 * 2**30."
+            "16 * 2**30, or arguments with shardings on the mesh that is compiled for."
         )
     return limit
 
@@ -203,6 +204,11 @@ def _try(
         raise TypeError(
             f"{API}: make_step({k}) returned an object of type {type(step).__name__}. Required: "
             "the step, a function of the arguments."
+        )
+    if isinstance(step, jax.stages.Compiled):
+        raise TypeError(
+            f"{API}: make_step({k}) returned a compiled program. Required: the step, jitted or "
+            "not, which is compiled here."
         )
     lowered = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args)
     here = set(_devices(args)) <= set(jax.devices())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import importlib.util
 import math
+import re
 from collections.abc import Mapping
 
 from jax.experimental import topologies
@@ -77,6 +78,9 @@ def tpu_mesh(topology: str, axes: Mapping[str, int], *, num_slices: int = 1) -> 
             "Required: the extra aot-tpu. Run: pip install 'gradaccum[aot-tpu]'."
         )
     try:
+        # libtpu divides by the sizes without a look, and takes no name for one of its own.
+        if not re.fullmatch(r"[^:=]+[:=][1-9]\d*(x[1-9]\d*)*(_\w+)?", str(topology)):
+            raise ValueError("not written CHIP:SIZExSIZE, of sizes of at least 1")
         devices = _devices(topology, num_slices)
     except Exception as error:  # libtpu's own, of several classes
         reason = str(error).strip().splitlines()[0]

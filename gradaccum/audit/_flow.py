@@ -177,7 +177,8 @@ class Flow:
         if opcode in _facts.MOVING:
             part = (shape, instruction.attributes.get("slice", identity))
             moved = operands[:1] if shape.size > 1 else operands
-            return self._combine(opcode, moved, shape.size, part)
+            # A scalar that fills a TPU's lanes, to be sent between slices, is still one.
+            return self._combine(opcode, moved, shape.size if operands[0].size != 1 else 1, part)
         if opcode == "dynamic-update-slice":
             result = _facts.combine(opcode, operands[:2], shape.size, identity)
             base, where = operands[0], operands[2:]

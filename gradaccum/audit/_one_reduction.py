@@ -42,8 +42,8 @@ class Check:
         labels = [
             (key, i)
             for key, site in self.sites.items()
-            for i, array in enumerate(site.arrays)
-            if array.size > 1 and site.sums(i) and self.rows[key].executions != 0
+            for i in range(len(site.arrays))
+            if not site.is_scalar(i) and site.sums(i) and self.rows[key].executions != 0
         ]
         # A hand-made reduce-scatter, as a quantised hook does: exchange, then sum.
         summed = [key for key in self.flow.local_sums if key in self.sites]
@@ -193,11 +193,11 @@ class Check:
 
     def _scalar_bytes(self, axis: str) -> int:
         return sum(
-            array.bytes
+            array.bytes // max(array.size, 1)
             for key, site in self.sites.items()
             if site.reduces and axis in self.rows[key].axes
-            for array in site.arrays
-            if array.size <= 1
+            for i, array in enumerate(site.arrays)
+            if site.is_scalar(i)
         )
 
     def _scalars(self) -> Iterator[str]:

@@ -77,6 +77,10 @@ class Site:
         """Whether it sums this operand; zeros but for one device's part are gathered instead."""
         return self.reduces and self.adds and not self.operands[operand].placed
 
+    def is_scalar(self, operand: int) -> bool:
+        """Whether this operand is one number, also where it is padded."""
+        return self.arrays[operand].size <= 1 or self.operands[operand].size == 1
+
     @property
     def gathers(self) -> bool:
         """Whether every device gets the operands of all of its group."""
@@ -234,8 +238,9 @@ def handed_on(site: Site) -> list[Fact]:
     """What is known of each result of a collective."""
     results = []
     for i, (fact, size) in enumerate(zip(site.operands, result_sizes(site), strict=True)):
-        if size <= 1:
-            results.append(Fact(size))
+        padded = site.reduces and site.is_scalar(i)
+        if size <= 1 or padded:
+            results.append(Fact(1 if padded else size))
             continue
         sums = site.sums(i)
         reduced = fact.reduced | {(site.key, i)} if sums else fact.reduced

@@ -8,43 +8,48 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
+import shutil
+import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 
-_REMARKS = re.compile(
-    r"cudart_stub\.cc.*Could not find cuda drivers"
-    r"|gpu_compiler\.cc.*compile with a GPU present"
-    r"|All log messages before absl::InitializeLog\(\) is called"
+_REMARKS = (
+    r"cudart_stub\.cc.*Could not find cuda drivers",
+    r"gpu_compiler\.cc.*compile with a GPU present",
+    r"All log messages before absl::InitializeLog\(\) is called",
 )
+_SECONDS = 5  # to wait for the filter, should another process still hold its end of the pipe
 
 
 @contextlib.contextmanager
 def without_remarks() -> Iterator[None]:
-    """Hold the process's stderr back, native code's too, then write it without the remarks.
+    """Pass the process's stderr, native code's too, through a filter, if there is a grep.
 
-    Not where XLA_FLAGS is set: XLA ends the process at a flag that it does not know, and its last
-    words would be lost.
+    The filter is a process of its own: XLA ends this one at a flag that it does not know, and its
+    last words must be heard.
     """
-    if "XLA_FLAGS" in os.environ:
-        yield
-        return
+    grep = shutil.which("grep")
     try:
         sys.stderr.flush()
         kept = os.dup(2)
-    except (OSError, AttributeError, ValueError):  # there is none
+    except (OSError, AttributeError, ValueError):  # there is no stderr
         yield
         return
-    with tempfile.TemporaryFile() as held:
+    if grep is None:
+        os.close(kept)
+        yield
+        return
+    patterns = [word for remark in _REMARKS for word in ("-e", remark)]
+    command = [grep, "-E", "-v", *patterns]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=kept) as filtering:
+        assert filtering.stdin is not None
+        os.dup2(filtering.stdin.fileno(), 2)
         try:
-            os.dup2(held.fileno(), 2)
             yield
         finally:
             sys.stderr.flush()
             os.dup2(kept, 2)
             os.close(kept)
-            held.seek(0)
-            for line in held.read().decode(errors="replace").splitlines(keepends=True):
-                if not _REMARKS.search(line):
-                    sys.stderr.write(line)
+            filtering.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                filtering.wait(_SECONDS)

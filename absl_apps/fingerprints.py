@@ -1,0 +1,84 @@
+"""One number of an array's bits, the same however the array lies on devices.
+
+    fingerprint(x) = sum_i bits(x)_i * odd(i)  mod 2**32
+
+The sum wraps, so its order does not matter. Each `odd(i)` has an inverse, so one changed word
+always changes the sum; other changes go unseen once in 2**32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def fingerprints(arrays: Sequence[jax.Array]) -> list[tuple[list[int], jax.Array]]:
+    """Start to compute a fingerprint of each array, where they lie.
+
+    Args:
+      arrays: of any dtype but keys (give their `key_data`), each on any devices.
+
+    Returns:
+      Places of arrays on the same devices, and the vector of their fingerprints; `numbers` reads
+      them.
+
+    Cost: one pass over the arrays, and one sum over the devices for each.
+    """
+    return [(places, _together([arrays[i] for i in places])) for places in _by_devices(arrays)]
+
+
+def numbers(started: Sequence[tuple[list[int], jax.Array]]) -> list[int]:
+    """Return the fingerprints in the order of the arrays, once they are computed."""
+    found = {
+        place: int(number)
+        for places, vector in started
+        for place, number in zip(places, np.asarray(vector), strict=True)
+    }
+    return [found[place] for place in sorted(found)]
+
+
+def _by_devices(arrays: Sequence[jax.Array]) -> list[list[int]]:
+    """Returns the places of those on the same devices: one program runs on one set of them."""
+    groups: dict[frozenset[jax.Device], list[int]] = {}
+    for place, array in enumerate(arrays):
+        groups.setdefault(frozenset(array.sharding.device_set), []).append(place)
+    return list(groups.values())
+
+
+@jax.jit
+def _together(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.stack([_fingerprint(array) for array in arrays])
+
+
+def _fingerprint(x: jax.Array) -> jax.Array:
+    words = _words(x)
+    if not words.size:
+        return jnp.uint32(0)
+    position, stride = jnp.zeros(words.shape, jnp.uint32), 1
+    for axis in reversed(range(words.ndim)):
+        along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        position += along * jnp.uint32(stride % 2**32)
+        stride = math.prod(words.shape[axis:])
+    for multiplier in (0x7FEB352D, 0x846CA68B):  # a hash: neighbours have unlike weights
+        position = (position ^ (position >> 16)) * jnp.uint32(multiplier)
+    return jnp.sum(words * (position | 1), dtype=jnp.uint32)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """Returns the bits as uint32, with one more axis where an element has more of them."""
+    if jnp.iscomplexobj(x):
+        return jnp.stack([_words(jnp.real(x)), _words(jnp.imag(x))])
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    if x.dtype.itemsize == 8:
+        return jax.lax.bitcast_convert_type(x, jnp.uint32)
+    if jnp.issubdtype(x.dtype, jnp.integer):  # int4, too: widened, it keeps its value
+        return x.astype(
+            jnp.int32 if jnp.issubdtype(x.dtype, jnp.signedinteger) else jnp.uint32
+        ).view(jnp.uint32)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)

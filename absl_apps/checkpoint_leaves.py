@@ -79,6 +79,11 @@ def first(texts: Sequence[str]) -> str:
 def _leaf(path: str, x: Any) -> Leaf:
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         raise TypeError(f"Checkpoints: state{path} is a {type(x).__name__}; give an array.")
+    if jax.process_count() > 1 and isinstance(x, jax.Array) and x.is_fully_addressable:
+        raise TypeError(
+            f"Checkpoints: state{path} is in process {jax.process_index()} alone, of "
+            f"{jax.process_count()}; give an array on a mesh of all."
+        )
     return Leaf(path, x.shape, str(x.dtype), _implementation(x), x.sharding)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 from absl_apps import checkpoint_files, checkpoint_leaves, fingerprints, orbax_arrays
 
@@ -50,7 +51,7 @@ class Checkpoints:
         self._writing: _Writing | None = None
         if jax.process_index() == 0:
             with self._disk():
-                self._remove_half_written()
+                self._sweep()
 
     ############################################ Reading ###########################################
 
@@ -103,18 +104,8 @@ class Checkpoints:
                 f"Run with the flags that it was saved with, or choose another {self.flag}."
             )
         for old, new in zip(saved, needed, strict=True):
-            old.sharding = new.sharding
+            old.sharding = new.sharding or SingleDeviceSharding(jax.devices()[0])
         arrays = self._read(call, saved)
-        found = fingerprints.numbers(fingerprints.fingerprints(arrays))
-        wrong = [
-            leaf.path
-            for leaf, number in zip(saved, found, strict=True)
-            if leaf.fingerprint != number
-        ]
-        if wrong:
-            raise self._error(
-                call, f"{checkpoint_leaves.first(wrong)}: not the bits that were saved"
-            )
         keyed = [
             array if leaf.key is None else jax.random.wrap_key_data(array, impl=leaf.key)
             for leaf, array in zip(saved, arrays, strict=True)
@@ -122,11 +113,19 @@ class Checkpoints:
         return jax.tree.unflatten(tree, keyed)
 
     def _read(self, call: int, leaves: Sequence[checkpoint_leaves.Leaf]) -> list[jax.Array]:
+        """Returns the arrays of a checkpoint, with the bits that were saved."""
         try:
-            return orbax_arrays.read(self._path(call), [leaf.words for leaf in leaves])
+            arrays = orbax_arrays.read(self._path(call), [leaf.words for leaf in leaves])
         except Exception as error:  # of many kinds, as the files may hold anything
             why = orbax_arrays.reason(error)
             raise self._error(call, f"cannot be read: {why}") from error
+        found = fingerprints.numbers(fingerprints.fingerprints(arrays))
+        pairs = zip(leaves, found, strict=True)
+        wrong = [leaf.path for leaf, number in pairs if leaf.fingerprint != number]
+        if wrong:
+            named = checkpoint_leaves.first(wrong)
+            raise self._error(call, f"{named}: not the bits that were saved")
+        return arrays
 
     def _record(self, call: int) -> dict[str, Any]:
         self._check_files(call)
@@ -148,14 +147,13 @@ class Checkpoints:
 
         Args:
           call: greater than that of any checkpoint there.
-          state: a tree of arrays. Of several processes, each array is spread over all or the same
-            in all.
+          state: a tree of arrays; where there are several processes, on a mesh of all.
           facts: of JSON; process 0's are kept.
 
         Raises:
           ValueError: if this or the write before it failed, say because the disk is full; what
             was whole is still there. If there is such a call, or a later one.
-          TypeError: if a leaf is not an array, or facts are not JSON.
+          TypeError: if a leaf is not such an array, or facts are not JSON.
 
         Cost: waits for the write before it. Copies the state to the host, if it is not there.
         """
@@ -185,7 +183,8 @@ class Checkpoints:
         """Writes what is beside the arrays; then Orbax gives the directory its name."""
         assert self._writing is not None
         writing = self._writing
-        (partial,) = checkpoint_files.half_written_in(self.directory)
+        half_written = checkpoint_files.half_written_in(self.directory)
+        (partial,) = (x for x in half_written if x.startswith(f"{self._path(writing.call)}."))
         for leaf, number in zip(writing.leaves, fingerprints.numbers(writing.started), strict=True):
             leaf.fingerprint = number
         leaves = json.dumps([leaf.json() for leaf in writing.leaves])
@@ -242,15 +241,16 @@ class Checkpoints:
     def _path(self, call: int) -> str:
         return os.path.join(self.directory, str(call))
 
+    def _sweep(self) -> None:
+        """Removes what is not whole."""
+        for path in checkpoint_files.half_written_in(self.directory):
+            shutil.rmtree(path)
+
     def _remove(self, path: str) -> None:
         """Removes a checkpoint; killed in the middle, none is seen."""
         gone = f"{path}.removed"
         os.rename(path, gone)
         shutil.rmtree(gone)
-
-    def _remove_half_written(self) -> None:
-        for path in checkpoint_files.half_written_in(self.directory):
-            shutil.rmtree(path)
 
     ############################################ Errors ############################################
 
@@ -281,11 +281,12 @@ class Checkpoints:
             self._forget()
             with contextlib.suppress(OSError):
                 if jax.process_count() == 1:  # else others may still write
-                    self._remove_half_written()
+                    self._sweep()
             last = self._whole_before(float("inf"))
             kept = "there is none" if last is None else f"the newest whole one is of call {last}"
             raise ValueError(
-                f"{self.flag}: {self._path(call)} could not be written: {orbax_arrays.reason(error)}; {kept}. "
+                f"{self.flag}: {self._path(call)} could not be written: "
+                f"{orbax_arrays.reason(error)}; {kept}. "
                 "Mend that, and start again with the same flags."
             ) from error
 

@@ -8,12 +8,14 @@ always changes the sum; other changes go unseen once in 2**32.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def fingerprints(arrays: Sequence[jax.Array]) -> list[tuple[list[int], jax.Array]]:
@@ -28,7 +30,13 @@ def fingerprints(arrays: Sequence[jax.Array]) -> list[tuple[list[int], jax.Array
 
     Cost: one pass over the arrays, and one sum over the devices for each.
     """
-    return [(places, _together([arrays[i] for i in places])) for places in _by_devices(arrays)]
+    started = []
+    for places in _by_devices(arrays):
+        together = [arrays[i] for i in places]
+        meshes = [x.sharding.mesh for x in together if isinstance(x.sharding, NamedSharding)]
+        replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
+        started.append((places, _compiled(replicated)(together)))
+    return started
 
 
 def numbers(started: Sequence[tuple[list[int], jax.Array]]) -> list[int]:
@@ -42,16 +50,21 @@ def numbers(started: Sequence[tuple[list[int], jax.Array]]) -> list[int]:
 
 
 def _by_devices(arrays: Sequence[jax.Array]) -> list[list[int]]:
-    """Returns the places of those on the same devices: one program runs on one set of them."""
-    groups: dict[frozenset[jax.Device], list[int]] = {}
+    """Returns the places of those on the same devices: one program runs on one list of them."""
+    groups: dict[tuple[jax.Device, ...], list[int]] = {}
     for place, array in enumerate(arrays):
-        groups.setdefault(frozenset(array.sharding.device_set), []).append(place)
+        if isinstance(array.sharding, NamedSharding):
+            devices = tuple(array.sharding.mesh.devices.flat)
+        else:
+            devices = tuple(sorted(array.sharding.device_set, key=lambda device: device.id))
+        groups.setdefault(devices, []).append(place)
     return list(groups.values())
 
 
-@jax.jit
-def _together(arrays: list[jax.Array]) -> jax.Array:
-    return jnp.stack([_fingerprint(array) for array in arrays])
+@functools.cache
+def _compiled(where: NamedSharding | None) -> Callable[[list[jax.Array]], jax.Array]:
+    """Returns the function of arrays on the same devices; all of them get the result."""
+    return jax.jit(lambda arrays: jnp.stack([_fingerprint(x) for x in arrays]), out_shardings=where)
 
 
 def _fingerprint(x: jax.Array) -> jax.Array:

@@ -35,7 +35,6 @@ class Writer:
     def __init__(self, finish: Callable[[], None]):
         import orbax.checkpoint as ocp
 
-        logging.getLogger("absl").addFilter(_not_of_orbax)  # what goes wrong is raised, too
         self._checkpointer = ocp.AsyncCheckpointer(
             _handler(),
             async_options=ocp.AsyncOptions(
@@ -62,7 +61,6 @@ class Writer:
         """End all threads; what goes wrong now, nobody waits for."""
         with contextlib.suppress(Exception):
             self._checkpointer.close()
-        logging.getLogger("absl").removeFilter(_not_of_orbax)
 
 
 def read(path: str, wanted: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
@@ -96,6 +94,7 @@ def reason(error: BaseException) -> str:
 def _handler() -> Any:
     import orbax.checkpoint as ocp
 
+    logging.getLogger("absl").addFilter(_not_of_orbax)  # what goes wrong is raised, too
     # Floats hardly compress (8 % at random), and packing takes longer than the disk.
     return ocp.PyTreeCheckpointHandler(use_compression=False)
 

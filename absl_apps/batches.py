@@ -139,6 +139,7 @@ def training(
         raise ValueError(f"--seed={seed}: is not in 0 <= seed < 2^32.")
     dataset = _grain().MapDataset
     order = dataset.range(len(sequences)).seed(seed).shuffle().repeat()
+    order[0]  # what Grain sets up at the first use is not for threads to race for
     return dataset.range(len(order) // batch).map(
         lambda c: _stack(sequences, rows, lambda row: order[c * batch + row])
     )

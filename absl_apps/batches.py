@@ -132,6 +132,9 @@ def training(
 
     Raises:
       ValueError: if there is no sequence, or the seed is not in its range.
+
+    Cost: 15 microseconds a sequence; below 1,000 sequences, 15 milliseconds an epoch, since
+    Grain's shuffle walks over 2^16 places.
     """
     if len(sequences) == 0:
         raise ValueError("training: there is no sequence.")
@@ -215,8 +218,8 @@ def iterate(dataset: grain.MapDataset[Any], start: int = 0) -> Iterator[Any]:
 def _grain() -> Any:
     """Imports Grain when there is data to read, for it takes long, and defines flags.
 
-    Beside jaxlib < 0.11 it warns that its worker processes, of which there are none here, cannot be
-    profiled.
+    Beside an old jaxlib it warns that its worker processes, of which there are none here, cannot
+    be profiled.
     """
     if "grain" not in sys.modules:
         logger = absl_logging.get_absl_logger()

@@ -18,3 +18,13 @@ def written(directory, contents):
         files.append(directory / f"{i}.{'txt' if text else 'bin'}")
         files[-1].write_bytes(content if text else np.asarray(content, "<u2").tobytes())
     return files
+
+
+def numbered(directory):
+    """Returns 1,003 tokens, each its own position: 100 sequences of 10 targets, and one of 2."""
+    return opened(*written(directory, [range(1003)]), vocab_size=2000)
+
+
+def positions(batch):
+    """Returns which sequences of `numbered` the rows of a batch are."""
+    return (batch["tokens"][:, 0] // 10).tolist()

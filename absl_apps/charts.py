@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from absl_apps import whole_writes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Of Okabe and Ito: told apart by colour-blind readers, and in grey.
 TRAINING, EVAL, ENTROPY, SKIPPED = "#0072B2", "#D55E00", "#000000", "#CC79A7"
@@ -20,7 +22,8 @@ TRAINING, EVAL, ENTROPY, SKIPPED = "#0072B2", "#D55E00", "#000000", "#CC79A7"
 SMOOTHED = 25  # the running mean is over this part of the steps
 FINAL_STEPS = 10  # the final loss is the mean over these, as the program prints it
 LOGARITHMIC = 20.0  # the ratio of losses from which their axis is logarithmic
-OFF_THE_AXIS = 1000.0  # times the median: such a loss would squeeze all others together
+RARE = 0.001  # the part of the losses, at least one, that may be off the axis ...
+FAR = 1.5  # ... where they are so many times the others' range above these, and would squeeze them
 FEW = 40  # so many points are seen one by one
 COLUMNS = 1000  # of pixels, about: of many points in one, the least and the greatest are seen
 
@@ -41,18 +44,27 @@ def draw(
     Raises:
       OSError: of the disk; a picture that was there is as it was.
     """
+    picture = io.BytesIO()
+    figure(lines, unigram_entropy).savefig(picture, format="png")
+    whole_writes.replace(path, picture.getvalue())
+
+
+def figure(lines: Sequence[Mapping[str, Any]], unigram_entropy: float | None = None) -> Figure:
+    """Return what `draw` draws."""
     from matplotlib.figure import Figure  # its own canvas: no display, and no state of pyplot's
 
     training, evaluated = _points(lines, "loss"), _points(lines, "eval_loss")
-    figure = Figure(figsize=(9, 5.5), dpi=130, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
-    axes = figure.add_subplot()
+    drawn = Figure(figsize=(9, 5.5), dpi=130, layout="constrained")
+    drawn.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+    axes = drawn.add_subplot()
     others = [] if unigram_entropy is None else [unigram_entropy]
     top = _set_loss_axis(axes, np.concatenate([training[1], evaluated[1], others]))
     _set_step_axis(axes, lines)
     _draw_training(axes, *_where(training, training[1] <= top))
     if evaluated[0].size:
-        axes.plot(*evaluated, "o-", color=EVAL, linewidth=1.5, markersize=5, label="eval loss")
+        look = {"color": EVAL, "linewidth": 1.5, "label": "eval loss"}
+        look |= {"marker": "o", "markersize": 5} if evaluated[0].size <= FEW else {}
+        axes.plot(*_thinned(*_where(evaluated, evaluated[1] <= top)), **look)
     if unigram_entropy is not None:
         label = f"unigram entropy, {unigram_entropy:.3f}"
         axes.axhline(unigram_entropy, color=ENTROPY, linewidth=1.2, linestyle="--", label=label)
@@ -62,19 +74,17 @@ def draw(
     for name, (steps, values), colour in (("", training, TRAINING), ("eval, ", evaluated, EVAL)):
         above = values > top
         if above.any():
-            label = f"{name}{_steps(int(above.sum()))} above, up to {_short(values.max())}"
+            label = f"{name}{_steps(int(above.sum()))} above the axis, up to {_short(values.max())}"
             _mark(axes, steps[above], "^", colour, 1.0, label)
     axes.set_title(_title(training, evaluated), fontsize=12)
     if axes.get_legend_handles_labels()[1]:
         # Below the axes, where no line can be.
-        figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    whole_writes.replace(path, picture.getvalue())
+        drawn.legend(loc="outside lower center", ncols=3, frameon=False)
+    return drawn
 
 
 def _points(lines: Sequence[Mapping[str, Any]], name: str) -> Points:
-    kept = [line for line in lines if line.get(name) is not None]
+    kept = [line for line in lines if _is_finite(line.get(name))]
     steps = np.array([line["step"] for line in kept], np.int64)
     return steps, np.array([line[name] for line in kept], np.float64)
 
@@ -84,10 +94,14 @@ def _where(points: Points, condition: np.ndarray) -> Points:
 
 
 def _is_skipped(line: Mapping[str, Any]) -> bool:
-    return bool(line.get("skipped")) or ("loss" in line and line["loss"] is None)
+    return bool(line.get("skipped")) or ("loss" in line and not _is_finite(line["loss"]))
 
 
-################################### What is drawn ###################################
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+########################################## What is drawn #########################################
 
 
 def _draw_training(axes: Axes, steps: np.ndarray, losses: np.ndarray) -> None:
@@ -107,10 +121,14 @@ def _draw_training(axes: Axes, steps: np.ndarray, losses: np.ndarray) -> None:
 
 
 def _running_mean(values: np.ndarray, half: int) -> np.ndarray:
-    """Returns the mean of each value and of `half` on either side, fewer at the ends."""
+    """Returns the mean of each value and of `half` on either side, fewer at the ends.
+
+    As many on both sides at the start, where the loss is steep; at the end it is flat, and noisy.
+    """
     sums = np.concatenate([[0.0], np.cumsum(values)])
     at = np.arange(values.size)
-    first, end = np.maximum(at - half, 0), np.minimum(at + half + 1, values.size)
+    beside = np.minimum(at, half)
+    first, end = at - beside, np.minimum(at + beside + 1, values.size)
     return (sums[end] - sums[first]) / (end - first)
 
 
@@ -136,7 +154,7 @@ def _mark(axes: Axes, steps: np.ndarray, mark: str, colour: str, height: float, 
     axes.plot(steps[first], heights, mark, label=label, **look, **at_edge)
 
 
-#################################### Axes and title ####################################
+######################################### Axes and title #########################################
 
 
 def _set_loss_axis(axes: Axes, values: np.ndarray) -> float:
@@ -149,11 +167,9 @@ def _set_loss_axis(axes: Axes, values: np.ndarray) -> float:
     if not values.size:
         axes.set_yticks([])
         return np.inf
-    median = np.quantile(values, 0.5, method="lower")
-    low, top = values.min(), values.max()
-    if median > 0:
-        top = values[values <= OFF_THE_AXIS * median].max()
-    if low > 0 and top / low > LOGARITHMIC:
+    top, logarithmic = _fitting(values)
+    low = values.min()
+    if logarithmic:
         axes.set_yscale("log")
         margin = (top / low) ** 0.05
         axes.set_ylim(low / margin, top * margin)
@@ -166,6 +182,18 @@ def _set_loss_axis(axes: Axes, values: np.ndarray) -> float:
         axes.set_ylim(low - margin, top + margin)
         axes.ticklabel_format(axis="y", useOffset=False)
     return top
+
+
+def _fitting(values: np.ndarray) -> tuple[float, bool]:
+    """Returns the greatest value to show, and whether on a logarithmic axis."""
+    ordered = np.sort(values)
+    low, rare = ordered[0], max(1, int(RARE * values.size))
+    common = ordered[-1 - rare] if values.size > 4 else ordered[-1]
+    if low > 0 and common / low > LOGARITHMIC:
+        return ordered[-1], True
+    reach = common + FAR * max(common - low, 0.5 * abs(common))
+    top = ordered[ordered <= reach][-1]
+    return top, bool(low > 0 and top / low > LOGARITHMIC)
 
 
 def _set_step_axis(axes: Axes, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -194,6 +222,8 @@ def _title(training: Points, evaluated: Points) -> str:
 
 
 def _short(loss: float) -> str:
+    if 1000 <= abs(loss) < 1e6:
+        return f"{loss:,.0f}"
     return f"{loss:.3f}" if loss == 0 or 0.1 <= abs(loss) < 1000 else f"{loss:.3g}"
 
 

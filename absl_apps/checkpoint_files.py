@@ -74,7 +74,7 @@ def broken(directory: str) -> str | None:
         with open(os.path.join(directory, LIST), "rb") as stream:
             text = stream.read()
     except OSError as error:
-        return f"{LIST} is missing" if isinstance(error, FileNotFoundError) else str(error)
+        return _why(LIST, error)
     try:
         files = json.loads(text)["files"]
         if _signed(files).encode() != text:
@@ -85,8 +85,7 @@ def broken(directory: str) -> str | None:
         try:
             size, digest = _described(os.path.join(directory, name))
         except OSError as error:
-            missing = isinstance(error, FileNotFoundError)
-            return f"{name} is missing" if missing else f"{name}: {error.strerror}"
+            return _why(name, error)
         if name in _UNLISTED:
             continue
         if size != files[name][0]:
@@ -94,6 +93,12 @@ def broken(directory: str) -> str | None:
         if digest != files[name][1]:
             return f"{name} is garbled"
     return None
+
+
+def _why(name: str, error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{name} is missing"
+    return f"{name}: {error.strerror or error}"
 
 
 def _walk(directory: str) -> list[str]:

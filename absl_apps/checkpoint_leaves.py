@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
+_FLOAT0 = "float0"
 _LISTED = 5  # leaves named in an error
 
 
@@ -33,17 +37,31 @@ class Leaf:
 
     @property
     def words(self) -> jax.ShapeDtypeStruct:
-        """What the file holds: keys are uint32, with one more axis."""
+        """What is written of it: of keys, uint32 with one more axis; of float0, nothing."""
+        where = self.sharding or SingleDeviceSharding(jax.local_devices()[0])
+        if self.dtype == _FLOAT0:
+            return jax.ShapeDtypeStruct((0,), np.uint8, sharding=where)
         if self.key is None:
-            return jax.ShapeDtypeStruct(self.shape, np.dtype(self.dtype), sharding=self.sharding)
-        make = lambda: jax.random.key_data(jax.random.key(0, impl=self.key))  # noqa: E731
-        one = jax.eval_shape(make)
-        shape = *self.shape, *one.shape
-        return jax.ShapeDtypeStruct(shape, one.dtype, sharding=self.sharding)
+            return jax.ShapeDtypeStruct(self.shape, np.dtype(self.dtype), sharding=where)
+        make = functools.partial(jax.random.key, 0, impl=self.key)
+        one = jax.eval_shape(lambda: jax.random.key_data(make()))
+        return jax.ShapeDtypeStruct((*self.shape, *one.shape), one.dtype, sharding=where)
+
+    def written(self, x: jax.Array) -> jax.Array:
+        """Return the array to write."""
+        if self.dtype == _FLOAT0:
+            return jnp.zeros((0,), jnp.uint8)
+        return x if self.key is None else jax.random.key_data(x)
+
+    def restored(self, x: jax.Array) -> Any:
+        """Return the leaf that was written as this array."""
+        if self.dtype == _FLOAT0:
+            return np.zeros(self.shape, jax.dtypes.float0)
+        return x if self.key is None else jax.random.wrap_key_data(x, impl=self.key)
 
 
 def of(tree: Any) -> tuple[list[Leaf], Any]:
-    """Return the leaves of a tree of arrays, or of `jax.ShapeDtypeStruct`, and its structure.
+    """Return the leaves of a tree of arrays or of `jax.ShapeDtypeStruct`, and its structure.
 
     Raises:
       TypeError: at another leaf.
@@ -60,11 +78,14 @@ def from_json(kept: Sequence[dict[str, Any]]) -> list[Leaf]:
 def unlike(saved: Sequence[Leaf], needed: Sequence[Leaf]) -> list[str]:
     """Return the leaves that differ in path, shape or dtype, in words; none: they can be read."""
     old, new = ({leaf.path: str(leaf) for leaf in leaves} for leaves in (saved, needed))
-    found = [
-        f"{path or 'the state'} is {old.get(path, 'missing')}, needed {new.get(path, 'nothing')}"
-        for path in {**old, **new}
-        if old.get(path) != new.get(path)
-    ]
+    found = []
+    for path in {**old, **new}:
+        if path not in new:
+            found.append(f"{path} {old[path]} is not needed")
+        elif path not in old:
+            found.append(f"{path} {new[path]} is not in it")
+        elif old[path] != new[path]:
+            found.append(f"{path} is {old[path]}, needed {new[path]}")
     if not found and list(old) != list(new):  # which array is whose, their order says
         found.append("its leaves are in another order")
     return found
@@ -77,14 +98,17 @@ def first(texts: Sequence[str]) -> str:
 
 
 def _leaf(path: str, x: Any) -> Leaf:
+    dtype = getattr(x, "dtype", None)
+    if dtype == jax.dtypes.float0:  # what an `Unreduced` is guarded by: no array of JAX's
+        return Leaf(path, x.shape, _FLOAT0, None)
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
-        raise TypeError(f"Checkpoints: state{path} is a {type(x).__name__}; give an array.")
+        raise TypeError(f"Checkpoints: state{path} is a {type(x).__name__}; give a jax.Array.")
     if jax.process_count() > 1 and isinstance(x, jax.Array) and x.is_fully_addressable:
         raise TypeError(
             f"Checkpoints: state{path} is in process {jax.process_index()} alone, of "
             f"{jax.process_count()}; give an array on a mesh of all."
         )
-    return Leaf(path, x.shape, str(x.dtype), _implementation(x), x.sharding)
+    return Leaf(path, x.shape, str(dtype), _implementation(x), x.sharding)
 
 
 def _implementation(x: Any) -> str | None:

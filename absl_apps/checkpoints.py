@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
 
 from absl_apps import checkpoint_files, checkpoint_leaves, fingerprints, orbax_arrays
 
@@ -59,8 +58,9 @@ class Checkpoints:
         """Return the call of the newest checkpoint, or None if there is none.
 
         Raises:
-          ValueError: if that one is not whole: it lacks files, or they are garbled.
+          ValueError: if that one is not whole: it lacks files, or they are garbled; as `wait`.
         """
+        self.wait()
         with self._disk():
             calls = checkpoint_files.calls_in(self.directory)
         if not calls:
@@ -104,27 +104,22 @@ class Checkpoints:
                 f"Run with the flags that it was saved with, or choose another {self.flag}."
             )
         for old, new in zip(saved, needed, strict=True):
-            old.sharding = new.sharding or SingleDeviceSharding(jax.devices()[0])
-        arrays = self._read(call, saved)
-        keyed = [
-            array if leaf.key is None else jax.random.wrap_key_data(array, impl=leaf.key)
-            for leaf, array in zip(saved, arrays, strict=True)
-        ]
-        return jax.tree.unflatten(tree, keyed)
+            old.sharding = new.sharding
+        pairs = zip(saved, self._read(call, saved), strict=True)
+        return jax.tree.unflatten(tree, [leaf.restored(array) for leaf, array in pairs])
 
     def _read(self, call: int, leaves: Sequence[checkpoint_leaves.Leaf]) -> list[jax.Array]:
         """Returns the arrays of a checkpoint, with the bits that were saved."""
         try:
             arrays = orbax_arrays.read(self._path(call), [leaf.words for leaf in leaves])
         except Exception as error:  # of many kinds, as the files may hold anything
-            why = orbax_arrays.reason(error)
-            raise self._error(call, f"cannot be read: {why}") from error
+            raise self._error(call, f"cannot be read: {orbax_arrays.reason(error)}") from error
         found = fingerprints.numbers(fingerprints.fingerprints(arrays))
         pairs = zip(leaves, found, strict=True)
         wrong = [leaf.path for leaf, number in pairs if leaf.fingerprint != number]
         if wrong:
-            named = checkpoint_leaves.first(wrong)
-            raise self._error(call, f"{named}: not the bits that were saved")
+            what = f"{checkpoint_leaves.first(wrong)}: not the bits that were saved"
+            raise self._error(call, what)
         return arrays
 
     def _record(self, call: int) -> dict[str, Any]:
@@ -159,10 +154,8 @@ class Checkpoints:
         """
         self.wait()
         leaves, _ = checkpoint_leaves.of(state)
-        arrays = [
-            x if leaf.key is None else jax.random.key_data(x)
-            for leaf, x in zip(leaves, jax.tree.leaves(state), strict=True)
-        ]
+        pairs = zip(leaves, jax.tree.leaves(state), strict=True)
+        arrays = [leaf.written(x) for leaf, x in pairs]
         text = json.dumps(facts)
         with self._disk():
             newest = max(checkpoint_files.calls_in(self.directory), default=-1)
@@ -257,12 +250,9 @@ class Checkpoints:
     def _error(self, call: int, what: str) -> ValueError:
         """Returns the error of a checkpoint that is not what was saved."""
         before = self._whole_before(call)
-        remedy = (
-            f"move it away, and the run goes on from that of call {before}"
-            if before is not None
-            else f"there is none before it: move it away, or choose another {self.flag}, to begin "
-            "anew"
-        )
+        remedy = f"move it away, and the run goes on from that of call {before}"
+        if before is None:
+            remedy = f"there is none before it: move it away, or choose another {self.flag}"
         return ValueError(f"{self.flag}: {self._path(call)}: {what}; {remedy}.")
 
     def _whole_before(self, call: float) -> int | None:

@@ -1,9 +1,10 @@
 """One number of an array's bits, the same however the array lies on devices.
 
-    fingerprint(x) = sum_i bits(x)_i * odd(i)  mod 2**32
+    fingerprint(x) = sum_i mix(bits(x)_i xor mix(i))  mod 2**32
 
-The sum wraps, so its order does not matter. Each `odd(i)` has an inverse, so one changed word
-always changes the sum; other changes go unseen once in 2**32.
+The sum wraps, so its order does not matter. `mix` is a bijection of 32 bits in which every bit
+changes half of all, so one changed word always changes the sum; other changes go unseen once in
+2**32. (With the words times weights, two changed signs would cancel.)
 """
 
 from __future__ import annotations
@@ -76,9 +77,13 @@ def _fingerprint(x: jax.Array) -> jax.Array:
         along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
         position += along * jnp.uint32(stride % 2**32)
         stride = math.prod(words.shape[axis:])
-    for multiplier in (0x7FEB352D, 0x846CA68B):  # a hash: neighbours have unlike weights
-        position = (position ^ (position >> 16)) * jnp.uint32(multiplier)
-    return jnp.sum(words * (position | 1), dtype=jnp.uint32)
+    return jnp.sum(_mix(words ^ _mix(position)), dtype=jnp.uint32)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    for multiplier in (0x7FEB352D, 0x846CA68B):
+        x = (x ^ (x >> 16)) * jnp.uint32(multiplier)
+    return x ^ (x >> 16)
 
 
 def _words(x: jax.Array) -> jax.Array:

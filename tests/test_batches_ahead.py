@@ -5,6 +5,7 @@ import logging.handlers
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -54,20 +55,32 @@ def test_an_error_in_a_thread_reaches_the_caller_and_ends_it(corpus):
     assert list(ahead) == []
 
 
-def test_closing_ends_the_threads(corpus):
+class Slow(batches.Sequences):
+    made = 0
+
+    def __getitem__(self, index):
+        time.sleep(0.05)
+        self.made += 1
+        return super().__getitem__(index)
+
+
+def test_closing_ends_the_threads_without_the_batches_that_wait(corpus):
     def running():
         return [t for t in threading.enumerate() if t.name.startswith("grain-prefetch")]
 
-    dataset = batches.training(batches.Sequences(corpus, 10), 0, 8, np.arange(8))
+    sequences = Slow(corpus, 10)
+    dataset = batches.training(sequences, 0, 1, np.arange(1))
     others = running()
     ahead = batches.iterate(dataset)
     next(ahead)
     own = [thread for thread in running() if thread not in others]
     assert own
+    before = sequences.made
     ahead.close()
     for thread in own:
         thread.join(timeout=10)
     assert not any(thread.is_alive() for thread in own)
+    assert sequences.made <= before + len(own) + 1 < before + batches._AHEAD
     assert list(ahead) == []
 
 

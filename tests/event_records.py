@@ -22,7 +22,7 @@ def records(path):
 
 
 def shown(directory):
-    """Returns tag -> step -> value as TensorBoard shows them, a step that is there twice twice."""
+    """Returns (tag, step, value) of all points that TensorBoard shows, in order."""
     points = []
     for path in sorted((directory / "tensorboard").iterdir()):
         assert path.name.startswith("events.out.tfevents.")

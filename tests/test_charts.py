@@ -150,7 +150,7 @@ def test_a_wide_range_is_logarithmic(losses, scale, top):
 def test_a_hundred_thousand_steps_are_fast_and_small(tmp_path):
     rng = np.random.default_rng(0)
     losses = 2.4 + 8 * np.exp(-np.arange(100_000) / 3000) + 0.25 * rng.normal(size=100_000)
-    losses[60_000] = 12.5
+    losses[60_037], losses[61_043] = 12.5, 0.5
     lines = lines_of(losses.tolist(), dict.fromkeys(range(999, 100000, 1000), 2.5))
     axes, _ = drawn(lines)
     each = axes.lines[0]

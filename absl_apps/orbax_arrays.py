@@ -9,6 +9,8 @@ import contextlib
 import errno
 import logging
 import os
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +37,8 @@ class Writer:
     def __init__(self, finish: Callable[[], None]):
         import orbax.checkpoint as ocp
 
+        if not isinstance(sys.unraisablehook, _Listening):
+            sys.unraisablehook = _Listening(sys.unraisablehook)  # for good: some come late
         self._checkpointer = ocp.AsyncCheckpointer(
             _handler(),
             async_options=ocp.AsyncOptions(
@@ -106,6 +110,22 @@ def _empty(x: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _name(place: int) -> str:
     return f"{place:05}"
+
+
+class _Listening:
+    """What is said of an error that nobody can catch, but of one kind.
+
+    Once one array could not be written, Orbax closes the event loop of all. TensorStore's threads
+    still tell it of the others, and each prints that it is closed. The first error is raised.
+    """
+
+    def __init__(self, told: Callable[[Any], object]):
+        self._told = told
+
+    def __call__(self, of: Any) -> None:
+        in_main = threading.get_ident() == threading.main_thread().ident
+        if in_main or str(of.exc_value) != "Event loop is closed":
+            self._told(of)
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:

@@ -10,7 +10,14 @@ from setuptools import find_packages, setup
 ROOT = pathlib.Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "gradaccum/__init__.py").read_text())[1]
 
-APPS = ["tqdm>=4.60", "dm-haiku>=0.0.16"]
+APPS = [
+    "dm-haiku>=0.0.16",
+    "grain>=0.2.18",
+    "matplotlib>=3.9",
+    "orbax-checkpoint>=0.12",
+    "tensorboardX>=2.6",
+    "tqdm>=4.60",
+]
 AOT_TPU = ["libtpu"]
 AOT_GPU = ["jax-cuda12-plugin", "jax-cuda12-pjrt"]  # of jaxlib's version; no NVIDIA library
 TEST = [
@@ -21,7 +28,6 @@ TEST = [
     "pytest-xdist>=3.5",
     "hypothesis>=6.100",
     "flax>=0.12",
-    "orbax-checkpoint>=0.11",
     "equinox>=0.13",
 ]
 

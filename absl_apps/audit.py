@@ -24,7 +24,7 @@ The step of absl_apps.train, with its flags, on the devices here, simulated CPUs
 nothing else; the other forms give the compiler the shardings of state and batch, no more:
 
     python -m absl_apps.audit --program=train
-    python -m absl_apps.audit --program=train --topology=v5e:2x4 --sharding=fsdp
+    python -m absl_apps.audit --program=train --topology=v5e:2x4 --zero=3
 
 Expected: 13,652,000, 13,649,936 and 3,412,484 bytes a step; split over the devices 152, 151 and 5.1
 MB. A hook (--comm_hook) and --sequence_parallel have no other form: that is 'not written'.
@@ -98,7 +98,7 @@ def run(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     data_axes = _data_axes(FLAGS.axis_name, mesh)
     hook = comm_hooks.parse(FLAGS.comm_hook) if FLAGS.comm_hook else None
     checked = comm_hooks.audited_axes(hook, data_axes)
-    branch = FLAGS.conditional or comm_hooks.in_branch(hook)
+    branch = FLAGS.conditional or FLAGS.every_k > 1 or comm_hooks.in_branch(hook)
     programs = _programs(FLAGS, chosen, mesh)
     device = mesh.devices.flat[0]
     limit = aot.memory_limit(device)

@@ -24,14 +24,19 @@ OF_SEED = ("grad_acc_steps", "batch_size", "dtype", "donate")
 OF_TRAIN = (
     "n_head",
     "seq_len",
+    "vocab_size",
+    "dropout",
     "compute_dtype",
+    "remat",
     "global_batch",
+    "every_k",
     "microbatches",
     "hbm_gb",
     "optimizer",
-    "comm_hook",
-    "sharding",
+    "zero",
     "sequence_parallel",
+    "comm_hook",
+    "reduce_dtype",
 )
 OF_FILE = ("axis_name", "conditional")
 GROUPS = {  # the order of --help; a test keeps it complete

@@ -17,9 +17,10 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from absl_apps import bench_steps, meshes, train_flags, train_program, transformer
+from absl_apps import bench_steps, meshes, train_checks, train_program, transformer
 from absl_apps.bench_problem import OURS, Contender, Problem
-from absl_apps.train_state import TrainState, init_state, state_specs
+from absl_apps.train_state import TrainState
+from absl_apps.train_step import Batch
 
 NAIVE, MULTISTEPS = "naive", "optax.MultiSteps"
 Programs = dict[str, Contender | None]  # None: such a program is not written
@@ -74,74 +75,75 @@ def train(chosen: Mapping[str, Any], mesh: jax.sharding.Mesh) -> Programs:
     Raises:
       ValueError: the model, the batch or the hook does not fit the mesh.
     """
-    config = transformer.Config(
-        *(chosen[name] for name in ("d_model", "n_layer", "n_head", "compute_dtype"))
-    )
-    axes, k = dict(mesh.shape), chosen["microbatches"]
-    train_flags.check_axes(axes)
-    train_flags.check_model_axis(axes, config, chosen["seq_len"], chosen["sequence_parallel"])
-    devices = math.prod(axes[axis] for axis in meshes.data_axes(mesh))
-    train_flags.check_batch(chosen["global_batch"], k, devices)
+    k = chosen["microbatches"]
     program = train_program.describe(chosen, mesh)
-    ours = Contender(program.step(k), (program.state, program.tokens), ours=True)
+    setup = program.setup
+    devices = math.prod(mesh.shape[axis] for axis in setup.data_axes)
+    train_checks.check_batch(chosen["global_batch"], setup.every_k, k, devices)
+    ours = Contender(program.step(k), program.args, ours=True, calls=setup.every_k)
     others: Programs = {NAIVE: None, MULTISTEPS: None}
-    # A hook replaces the mean and sequence parallelism the layers' sums: the compiler has neither.
-    if not chosen["comm_hook"] and not chosen["sequence_parallel"]:
-        others = {
-            NAIVE: _naive(program, k),
-            MULTISTEPS: _multisteps(program, k, chosen["sharding"]),
-        }
+    # A hook replaces the mean, and sequence parallelism the layers' sums: the compiler has neither.
+    # A window is optax.MultiSteps's, of one microbatch a call.
+    if not setup.unreduced and not setup.sequence_parallel:
+        others = {NAIVE: _naive(program, k), MULTISTEPS: _multisteps(program, k)}
     return others | {OURS: ours}
 
 
 def _naive(program: train_program.Program, k: int) -> Contender:
     """A scan of value_and_grad under jit; the compiler places what shardings do not say."""
-    where, loss_fn = _shardings(program.state), _loss_fn(program)
-    split = NamedSharding(program.mesh, P(None, meshes.data_axes(program.mesh)))
-    whole = NamedSharding(program.mesh, P())
+    setup, where, loss_fn = program.setup, _shardings(program.state), _loss_fn(program)
+    split = NamedSharding(setup.mesh, P(None, setup.data_axes))
+    whole = NamedSharding(setup.mesh, P())
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(where, whole))
-    def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
-        batch = tokens.reshape(k, -1, tokens.shape[1])
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
+        batch = jax.tree.map(lambda x: x.reshape(k, -1, x.shape[1]), batch)
         batch = jax.lax.with_sharding_constraint(batch, split)
 
-        def add(total: Any, microbatch: jax.Array) -> tuple[Any, None]:
+        def add(total: Any, microbatch: Batch) -> tuple[Any, None]:
             new = jax.value_and_grad(loss_fn)(state.params, microbatch)
             return jax.tree.map(jnp.add, total, new), None
 
         zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
         total, _ = jax.lax.scan(add, zeros, batch)
         loss, grads = jax.tree.map(lambda x: x / k, total)
-        return _updated(program.tx, state, grads), loss
+        return _updated(setup.optimizer(), state, grads), loss
 
-    return Contender(step, (program.state, program.tokens))
+    return Contender(step, (program.state, program.batch))
 
 
-def _multisteps(program: train_program.Program, k: int, sharding: str) -> Contender:
+def _multisteps(program: train_program.Program, k: int) -> Contender:
     """k calls of a step of one microbatch, in which optax.MultiSteps adds."""
-    tx = optax.MultiSteps(program.tx, every_k_schedule=k)
-    specs, _ = state_specs(sharding, program.config, tx, program.mesh)
-    where = jax.tree.map(lambda spec: NamedSharding(program.mesh, spec), specs)
-    shapes = jax.eval_shape(lambda: init_state(jax.random.key(0), program.config, tx))
-    state = jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, where
+    setup = program.setup
+    tx = optax.MultiSteps(setup.optimizer(), every_k_schedule=k)
+    whole = NamedSharding(setup.mesh, P())
+    opt_state = optax.tree_map_params(
+        tx,
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        jax.eval_shape(tx.init, program.state.params),
+        setup.placed(setup.specs(1)),
+        transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
     )
+    state = program.state._replace(opt_state=opt_state)
     loss_fn = _loss_fn(program)
-    whole = NamedSharding(program.mesh, P())
 
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(where, whole))
-    def call(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, tokens)
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(_shardings(state), whole))
+    def call(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
         return _updated(tx, state, grads), loss
 
-    rows, length = program.tokens.shape
-    split = program.tokens.sharding
-    tokens = jax.ShapeDtypeStruct((rows // k, length), program.tokens.dtype, sharding=split)
-    return Contender(call, (state, tokens), calls=k)
+    def part(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape = x.shape[0] // k, *x.shape[1:]
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
+
+    return Contender(call, (state, jax.tree.map(part, program.batch)), calls=k)
 
 
 def _loss_fn(program: train_program.Program) -> Any:
-    return lambda params, tokens: transformer.loss(params, tokens, program.config)
+    def loss_fn(params: Any, batch: Batch) -> jax.Array:
+        return transformer.loss(params, batch["tokens"], program.setup.config, mask=batch["mask"])
+
+    return loss_fn
 
 
 def _shardings(tree: Any) -> Any:
@@ -150,4 +152,5 @@ def _shardings(tree: Any) -> Any:
 
 def _updated(tx: Any, state: TrainState, grads: Any) -> TrainState:
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
-    return TrainState(optax.apply_updates(state.params, updates), opt_state)
+    params = optax.apply_updates(state.params, updates)
+    return state._replace(params=params, opt_state=opt_state)

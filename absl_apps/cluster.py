@@ -127,7 +127,7 @@ def check(
 ############################################ Joining #############################################
 
 
-def join(program: str, values: flags.FlagValues) -> None:
+def join(program: str, values: flags.FlagValues, notices: bool = False) -> None:
     """Make this process one of the run's; no device may have been asked for before.
 
     Exits with one line where there is no cluster to ask, where it says no, and where not all
@@ -136,10 +136,11 @@ def join(program: str, values: flags.FlagValues) -> None:
     Args:
       program: whose errors these are.
       values: the flags that `define` defined.
+      notices: whether SIGTERM to one process is a notice to all, which the program heeds
+        (`stopping.Signals`). Else it ends that process.
     """
     given = {name: values[name].value for name in FLAGS[1:4]}  # None: the cluster knows
-    # With it, SIGTERM would be a notice for the loop to heed, and would end nothing.
-    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_enable_preemption_service", notices)
     watch = threading.Timer(values.initialization_timeout, _late, (program, values))
     watch.daemon = True
     watch.start()

@@ -14,11 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import optax
-from jax.sharding import Mesh, NamedSharding
 
-import gradaccum
 from gradaccum import hooks
 
 # noop takes no mean: parameters would drift apart. absl_apps.bench measures with it.
@@ -106,7 +103,7 @@ def check_axes(hook: Any, data_axes: Sequence[str]) -> None:
         check_axes(hook.hook, data_axes)
 
 
-######################################## In the optimizer ########################################
+######################################### In a program ###########################################
 
 
 def in_branch(hook: Any) -> bool:
@@ -129,42 +126,13 @@ def audited_axes(hook: Any, data_axes: tuple[str, ...]) -> list[tuple[str, ...]]
     return [axes for axes in (compressed, rest) if axes]
 
 
-def chained(
-    hook: Any,
-    tx: optax.GradientTransformation,
-    params: Any,
-    opt_state: optax.OptState,
-    grad_specs: Any,
-    mesh: Mesh,
-    data_axes: tuple[str, ...],
-) -> tuple[optax.GradientTransformation, optax.OptState]:
-    """Return `tx` after the mean of unreduced gradients, which the hook takes, and its state.
+def measured(state: Any) -> dict[str, float]:
+    """Return what a hook measures: the noise scale, in examples; nothing where it is unknown.
 
     Args:
-      hook: the hook.
-      tx: the optimizer that is given the mean.
-      params: arrays on the mesh.
-      opt_state: of `tx`.
-      grad_specs: how the mean is to lie, a `PartitionSpec` a leaf.
-      mesh: the mesh.
-      data_axes: those to take the mean over.
+      state: any tree that holds the hook's.
     """
-    mean, where = mean_of(hook, grad_specs, mesh, data_axes)
-    return optax.chain(mean, tx), (mean.init(jax.device_put(params, where)), opt_state)
-
-
-def mean_of(
-    hook: Any, grad_specs: Any, mesh: Mesh, data_axes: tuple[str, ...]
-) -> tuple[optax.GradientTransformation, Any]:
-    """Return the mean that the hook takes, and where the arrays lie that its state is made from."""
-    mean = gradaccum.all_reduce_mean(data_axes, mesh=mesh, comm_hook=hook)
-    # A residual lies as the gradient that it is of, whatever the parameter does (ZeRO).
-    return mean, jax.tree.map(lambda spec: NamedSharding(mesh, spec), grad_specs)
-
-
-def measured(opt_state: optax.OptState) -> dict[str, float]:
-    """Return what a hook measures: the noise scale, in examples; nothing where it is unknown."""
-    scale = optax.tree.get(opt_state, "noise_scale", None)
+    scale = optax.tree.get(state, "noise_scale", None)
     return {} if scale is None or not math.isfinite(scale) else {"noise_scale": float(scale)}
 
 

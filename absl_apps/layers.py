@@ -27,7 +27,8 @@ class Layers:
       embedding: (table [V, D], ids [...]) -> [..., D].
       column_dense: (x [..., D], w [D, F], b [F] or None) -> [..., F], sharded along F.
       row_dense: (x [..., F], w [F, D], b [D] or None) -> [..., D], summed along F.
-      cross_entropy: (logits [..., V], targets [...]) -> float32 losses [...].
+      cross_entropy: (logits [..., V], targets [...], vocab_size) -> float32 losses [...]; the
+        columns from vocab_size on are padding.
       split_sequence: what is whole -> this device's part of it along dimension 1; PLAIN, and
         without sequence parallelism, as it is.
       copy: a whole parameter that is used on such parts -> itself.
@@ -84,8 +85,10 @@ def _dense(x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
     return x @ w if b is None else x @ w + jnp.expand_dims(b, range(x.ndim - 1))
 
 
-def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+def _cross_entropy(
+    logits: jax.Array, targets: jax.Array, vocab_size: int | None = None
+) -> jax.Array:
+    wide = logits[..., :vocab_size].astype(jnp.promote_types(logits.dtype, jnp.float32))
     return optax.softmax_cross_entropy_with_integer_labels(wide, targets)
 
 

@@ -22,6 +22,7 @@ from absl_apps import quiet
 from gradaccum import aot
 
 DATA_AXIS = "dp"
+FSDP_AXIS = "fsdp"  # a data axis that the state is split over
 REPLICA_AXIS = "replica"  # outside it, where there are two: slices, or copies of a sharded state
 MODEL_AXIS = "mp"  # inside both: neighbours, as they communicate in every layer
 

@@ -12,7 +12,7 @@ of 10,825,442,816 bytes; 4 would take 16,335,053,824. About a minute on 2 cores.
 
 For GPUs (pip install -e '.[apps,aot-gpu]'), two hosts of eight:
 
-    python -m absl_apps.plan --gpu=H100 --hosts=2 --mesh=replica=2,dp=8 --sharding=fsdp
+    python -m absl_apps.plan --gpu=H100 --hosts=2 --mesh=replica=2,dp=8 --zero=3
 
 On the devices here, simulated CPUs where there is nothing else, which have no limit of their own:
 
@@ -34,20 +34,24 @@ from absl_apps import (
     microbatch_flags,
     run_files,
     targets,
+    train_checks,
     train_flags,
     train_program,
-    transformer,
 )
 
 # What a step compiles to does not depend on these flags of absl_apps.train.
-_LEFT_OUT = ("Data", "Processes", "Output")
-_NOT_ASKED = ("steps", "microbatches", "hbm_gb", "learning_rate", "warmup_steps")
+_LEFT_OUT = ("Data", "Held-out data", "Processes", "Output")
+_NOT_ASKED = {
+    *("steps", "microbatches", "hbm_gb", "on_nonfinite"),
+    *("learning_rate", "schedule", "warmup_steps", "weight_decay"),
+}
 
 GROUPS = {
     title: tuple(name for name in names if name not in _NOT_ASKED)
     for title, names in train_flags.GROUPS.items()
     if title not in _LEFT_OUT
 } | {"Compiled for": targets.FLAGS, "Plan": ("hbm_gb", "json")}
+GROUPS["Model"] = ("vocab_size", *GROUPS["Model"])
 
 
 def define(values: flags.FlagValues) -> None:
@@ -56,6 +60,9 @@ def define(values: flags.FlagValues) -> None:
     known = {name for names in GROUPS.values() for name in names}
     for name in {name for names in train_flags.GROUPS.values() for name in names} - known:
         delattr(values, name)
+    for name in values:  # no check of a flag that is gone
+        flag = values[name]
+        flag.validators = [x for x in flag.validators if known.issuperset(x.get_flags_names())]
     targets.define(values)
     flag_parsing.define_json(values, "File for the plan, as JSON.")
 
@@ -64,17 +71,17 @@ def plan(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     """Run the whole program; return what --json holds."""
     chosen = flag_parsing.chosen(FLAGS, GROUPS)
     axes = meshes.parse(FLAGS.mesh) if FLAGS.mesh else targets.default_axes(FLAGS)
-    sizes = ("d_model", "n_layer", "n_head", "compute_dtype")
-    config = transformer.Config(*(chosen[name] for name in sizes))
-    train_flags.check_model_axis(axes, config, FLAGS.seq_len, FLAGS.sequence_parallel)
+    config = train_program.model(chosen)
+    train_checks.check_model_axis(axes, config, FLAGS.seq_len, FLAGS.sequence_parallel)
     text = ",".join(f"{axis}={size}" for axis, size in axes.items())
     mesh = targets.make_mesh(FLAGS, axes, f"--mesh={text}")
     limit = microbatch_flags.memory_limit(FLAGS.hbm_gb)
     kind = mesh.devices.flat[0].device_kind
     print(
         f"{mesh.size:,} devices, {kind}, mesh {text}"
-        f"{', compiled for only' if targets.elsewhere(FLAGS) else ''}; state {FLAGS.sharding}\n"
-        f"batch: {FLAGS.global_batch:,} sequences of {FLAGS.seq_len:,} bytes",
+        f"{', compiled for only' if targets.elsewhere(FLAGS) else ''}; "
+        f"ZeRO stage {train_checks.stage(FLAGS.zero, axes)}\n"
+        f"batch: {FLAGS.global_batch:,} sequences of {FLAGS.seq_len:,} tokens",
         flush=True,
     )
     found = train_program.plan(chosen, mesh, limit)

@@ -1,42 +1,45 @@
-"""Train a byte-level language model with one cross-device mean a step.
+"""Train a language model with one cross-device mean a step, for minutes or for weeks.
 
     pip install -e '.[apps]'
     python -m absl_apps.train
 
-Trains a decoder-only transformer of 0.85 million parameters for 150 steps on the source of the
-Python standard library, data-parallel over all devices: accelerators where there are any, else
+Trains a decoder-only transformer of 0.85 million parameters on the bytes of the Python standard
+library for 150 steps, data-parallel over all devices: accelerators where there are any, else
 8 simulated CPU devices. First it prints what its compiled step communicates and checks that this
 is one mean of the gradients. Expected: a final loss near 2.1 nats a byte, where a model of byte
-frequencies alone cannot pass 3.15. Measured with jax 0.10.2 on 2 CPU cores: a loss of 2.131 in
-73 s; with --mesh=dp=4,mp=2, the same batches and parameters, 2.144 in 80 s (in bfloat16 runs part
-after some ten steps). The model axis mp communicates in every microbatch, dp once.
+frequencies alone cannot pass 3.15. EXPECTED
 
-Sharded state:      python -m absl_apps.train --sharding=fsdp --mesh=replica=2,dp=4
-Tensor parallel:    python -m absl_apps.train --mesh=dp=4,mp=2 --sequence_parallel
-Gradients in int8:  python -m absl_apps.train --comm_hook=int8_quantize:error_feedback=True
+Go on after a stop:  the same command, with a --workdir. What was killed at any point continues from
+                   its last checkpoint, and ends with the losses that it would have had, to the last
+                   bit. SIGTERM and ctrl-C save first. Another mesh, or other numbers of
+                   microbatches, may be given; what would make it another run is refused.
 Text of your own:  python -m absl_apps.train --data='books/*.txt' --workdir=runs/books
-Several hosts, one command on each; where the cluster does not say which of them this is, as a TPU
-pod does, --coordinator_address=HOST:PORT --num_processes=N --process_id=I do:
-                   python -m absl_apps.train --multihost --profile_steps=10:15
+GPT-2's tokens:    python -m absl_apps.train --data=train.bin --eval_data=val.bin \\
+                       --vocab_size=50257 --document_end=50256 --workdir=runs/tokens
+Sharded state:     python -m absl_apps.train --mesh=replica=2,fsdp=4
+Tensor parallel:   python -m absl_apps.train --mesh=dp=4,mp=2 --sequence_parallel
+Gradients in int8: python -m absl_apps.train --comm_hook=int8_quantize:error_feedback=True
+Several hosts, one command on each, with a --workdir that they share; where the cluster does not say
+which of them this is, as a TPU pod does, --coordinator_address=HOST:PORT --num_processes=N
+--process_id=I do:
+                   python -m absl_apps.train --multihost --workdir=/shared/run
+
+In --workdir: metrics.jsonl, a line a step; the same in tensorboard/; checkpoints/; run.json, what
+was run, with the audit; and at the end loss.png.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import math
-import os
-import platform
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from absl import app, flags
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from absl_apps import (
     cluster,
@@ -44,172 +47,164 @@ from absl_apps import (
     flag_parsing,
     meshes,
     microbatch_flags,
-    run_files,
-    text_data,
+    stopping,
+    train_batches,
+    train_checks,
     train_flags,
     train_loop,
     train_program,
-    transformer,
+    train_report,
+    train_resume,
+    train_start,
 )
-from absl_apps.optimizers import make_optimizer, make_schedule
-from absl_apps.train_state import TrainState, init_state, state_specs
-from absl_apps.train_step import make_step
+from absl_apps.train_profile import Profile
+from absl_apps.train_state import init_state
 from gradaccum import audit
-
-FINAL_STEPS = 10  # the final loss is the mean over these: a single step's is noisy
-
-
-########################################## The program ###########################################
 
 
 def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     """Run the whole program; return what run.json holds at its end."""
-    started = time.monotonic()
+    with stopping.Signals() as signals, contextlib.ExitStack() as stack:
+        started = time.monotonic()
 
-    ################### What the user can get wrong, before anything is computed ###################
+        ################# What the user can get wrong, before anything is computed #################
 
-    with errors_in_one_line():
-        config = transformer.Config(FLAGS.d_model, FLAGS.n_layer, FLAGS.n_head, FLAGS.compute_dtype)
-        asked = FLAGS.mesh or f"{meshes.DATA_AXIS}={jax.device_count()}"
-        axes = meshes.parse(asked)
-        train_flags.check_model_axis(axes, config, FLAGS.seq_len, FLAGS.sequence_parallel)
-        mesh = meshes.make(axes, f"--mesh={asked}", simulate="--cpu_devices")
-        data_axes = meshes.data_axes(mesh)
-        devices = math.prod(mesh.shape[axis] for axis in data_axes)
-        microbatch_flags.check(FLAGS.microbatches, FLAGS.hbm_gb)
-        planned = FLAGS.microbatches == microbatch_flags.AUTO
-        train_flags.check_batch(FLAGS.global_batch, 1 if planned else FLAGS.microbatches, devices)
-        limit = microbatch_flags.memory_limit(FLAGS.hbm_gb)
-        if planned:
-            train_program.check_limit(mesh, limit)
-        hook = FLAGS.comm_hook and comm_hooks.parse(FLAGS.comm_hook)
-        comm_hooks.check_axes(hook, data_axes)
-        chosen = [text_data.default_pattern()] if FLAGS.data is None else FLAGS.data
-        files = text_data.find_files([part for text in chosen for part in text.split(",") if part])
-        data = text_data.load(files, FLAGS.max_data_bytes)
-        text_data.check_length(data, FLAGS.seq_len)
-    with errors_in_one_line():
-        # What differs between processes would have them wait for each other for ever.
-        facts = train_flags.agreed(FLAGS) | run_files.environment(mesh)["versions"]
-        del facts["python"]  # its patches do no harm
-        facts["num_processes"] = FLAGS.num_processes or jax.process_count()
-        facts["data"] = f"{data.size:,} bytes, SHA-256 {text_data.checksum(data)}"
-        workdir = FLAGS.workdir or os.path.join("runs", time.strftime("%Y%m%d-%H%M%S"))
-        told = cluster.agree(facts | {"_workdir": workdir, "_host": platform.node()})
-        outputs = run_files.RunFiles(told[0]["_workdir"], writes=jax.process_index() == 0)
-
-    say = functools.partial(print, flush=True) if outputs.writes else lambda _: None
-    microbatches, plan = FLAGS.microbatches, None
-    if planned:
         with errors_in_one_line():
-            plan = train_program.plan(flag_parsing.chosen(FLAGS, train_flags.GROUPS), mesh, limit)
-        # Processes may be allowed a little more or less; all take what fits on each.
-        microbatches = max(map(int, cluster.exchange(str(plan.microbatches))))
-        say(f"--microbatches=auto: {microbatches}, of what was compiled:\n{plan}\n")
+            start = train_start.start(FLAGS)
+        outputs, mesh = start.outputs, start.mesh
+        stack.callback(outputs.close)
+        say = functools.partial(print, flush=True) if outputs.writes else lambda _: None
+        chosen = flag_parsing.chosen(FLAGS, train_flags.GROUPS)
+        with errors_in_one_line():
+            checkpoints, saved = train_resume.open_checkpoints(start, FLAGS.keep)
+        if checkpoints:
+            stack.callback(checkpoints.close)
+        calls = FLAGS.steps * FLAGS.every_k
+        if saved and saved["progress"]["calls"] >= calls:
+            say(f"train: {outputs.where}: all {FLAGS.steps} steps are taken already.")
+            return outputs.earlier or {}
 
-    ############################# The model and its state, on the mesh #############################
+        ######################### The program: its microbatches, and its state #####################
 
-    peak = FLAGS.learning_rate
-    if peak is None:
-        peak = train_flags.LEARNING_RATES[FLAGS.optimizer]
-    tx = make_optimizer(FLAGS.optimizer, make_schedule(peak, FLAGS.warmup_steps, FLAGS.steps))
-
-    # Made in place, each device its own part: the whole state may not fit on one.
-    specs, grad_specs = state_specs(FLAGS.sharding, config, tx, mesh)
-    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    init = jax.jit(lambda key: init_state(key, config, tx), out_shardings=where)
-
-    split = NamedSharding(mesh, P(data_axes))
-    rows = meshes.local_rows(split, FLAGS.global_batch)
-
-    def load_batch(step: int) -> jax.Array:
-        """The batch of a step, uint8 [B, seq_len + 1]: inputs, and targets one byte later."""
-        shape = FLAGS.global_batch, FLAGS.seq_len + 1
-        tokens = text_data.sample(data, FLAGS.seed, step, *shape, rows)  # this process's alone
-        return jax.make_array_from_process_local_data(split, tokens, shape)
-
-    state = init(jax.random.key(FLAGS.seed))
-    hooked = None
-    if hook:
+        microbatches, plan = FLAGS.microbatches, None
+        if microbatches == microbatch_flags.AUTO:
+            with errors_in_one_line():
+                plan = train_program.plan(chosen, mesh, start.memory_limit)
+            # Processes may be allowed a little more or less; all take what fits on each.
+            microbatches = max(map(int, cluster.exchange(str(plan.microbatches))))
+            say(f"--microbatches=auto: {microbatches}, of what was compiled:\n{plan}\n")
         with errors_in_one_line():  # what the hook refuses
-            tx, opt_state = comm_hooks.chained(hook, tx, *state, grad_specs, mesh, data_axes)
-        state = TrainState(state.params, opt_state)
-        hooked = jax.tree.map(lambda x: x.sharding, state)
-    entropy = text_data.unigram_entropy(data)
-    along = " and ".join(data_axes)
-    per_device = FLAGS.global_batch // (microbatches * devices)
-    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
-    processes = jax.process_count()
-    say(
-        f"data: {data.size:,} bytes of {len(files)} files\n"
-        f"byte-unigram entropy: {entropy:.3f} nats a byte\n"
-        f"model: {transformer.size(state.params):,} parameters\n"
-        f"mesh: {','.join(f'{axis}={n}' for axis, n in mesh.shape.items())}, "
-        f"{mesh.devices.flat[0].device_kind}"
-        f"{f', {processes} processes' if processes > 1 else ''}\n"
-        f"state: {held:,} bytes of parameters and optimizer on each device, {FLAGS.sharding}\n"
-        f"batch: {FLAGS.global_batch} = {devices} devices along {along} * "
-        f"{microbatches} microbatches * {per_device} sequences of {FLAGS.seq_len} bytes"
-    )
+            program = train_program.describe(chosen, mesh)
+        say(train_report.described(start, program.state, chosen, microbatches))
 
-    ####################### One compilation: the step audited is the step run ######################
+        ##################### One compilation: the step audited is the step run ####################
 
-    options = FLAGS.sharding, FLAGS.sequence_parallel, hooked
-    step_fn = make_step(config, mesh, microbatches, tx, *options)
-    with errors_in_one_line() if hook else contextlib.nullcontext():
-        step_fn = step_fn.lower(state, load_batch(0))
-    with errors_in_one_line():
-        cluster.agree_on_program(step_fn)
-    step_fn = step_fn.compile()
-    cluster.exchange("compiled")  # the slowest compiler may take longer than a collective waits
-    report = audit.collectives(step_fn, mesh=mesh)
-    say(f"\nwhat one step communicates:\n{report}")
-    branch = comm_hooks.in_branch(hook)
-    for axes in comm_hooks.audited_axes(hook, data_axes):
-        audit.assert_one_reduction(step_fn, axis_name=axes, mesh=mesh, conditional=branch)
-    checked = "one cross-device mean: checked"
-    say((f"one device along {along}: no mean" if devices == 1 else checked) + "\n")
+        step_fn = program.step(microbatches).lower(*program.args)
+        with errors_in_one_line():
+            cluster.agree_on_program(step_fn)
+        step_fn = step_fn.compile()
+        report = audit.collectives(step_fn, mesh=mesh)
+        say(f"\nwhat one {'call' if FLAGS.every_k > 1 else 'step'} communicates:\n{report}")
+        check_audit(program.setup, step_fn)
+        checked = "one cross-device mean: checked"
+        one = f"one device along {start.along}: no mean"
+        say((one if start.devices == 1 else checked) + "\n")
 
-    run = {
-        "flags": flag_parsing.chosen(FLAGS, train_flags.GROUPS),
-        **run_files.environment(mesh),
-        "mesh": dict(mesh.shape),
-        "processes": processes,
-        "microbatches": microbatches,
-        "plan": plan and dataclasses.asdict(plan),
-        "parameters": transformer.size(state.params),
-        "state_bytes": held,  # of each device
-        "data": {"files": len(files), "bytes": data.size, "unigram_entropy": entropy},
-        "audit": {
-            "totals": {axis: dataclasses.asdict(total) for axis, total in report.totals.items()},
-            "collectives": [dataclasses.asdict(row) for row in report],
-        },
-    }
+        ############################ The first state, or the last one saved ########################
 
-    outputs.describe(run)
-    tokens_a_step = FLAGS.global_batch * FLAGS.seq_len
-    profile = None
-    if FLAGS.profile_steps:
-        steps = train_flags.parse_steps(FLAGS.profile_steps)
-        profile = train_loop.Profile(outputs.profile_path, steps, [t["_host"] for t in told])
-    args = step_fn, state, load_batch, FLAGS.steps, tokens_a_step, outputs, profile
-    losses, measured = train_loop.run_steps(*args)
+        progress = train_loop.Progress()
+        with errors_in_one_line():
+            if saved and checkpoints:
+                progress = train_loop.Progress(**saved["progress"])
+                state = train_resume.restored(program, checkpoints, saved)
+                say(f"goes on from the checkpoint of step {progress.calls // FLAGS.every_k}")
+            else:
+                where = jax.tree.map(lambda x: x.sharding, program.state)
+                init = jax.jit(
+                    functools.partial(init_state, setup=program.setup), out_shardings=where
+                )
+                state = init(jax.random.key(FLAGS.seed))
+        with errors_in_one_line():
+            outputs.resume(saved["metrics_bytes"] if saved else 0)
+            step = progress.calls // FLAGS.every_k
+            run = train_report.run_json(
+                start, program.state, chosen, microbatches, plan, report, step
+            )
+            outputs.describe(run)
+        cluster.exchange("ready")  # the slowest compiler may take longer than a collective waits
 
-    ######################################## The end ##########################################
+        ########################################### The steps ######################################
 
-    last = losses[-FINAL_STEPS:]
-    run |= {"final_loss": sum(last) / len(last), **measured}
-    run["seconds"] = time.monotonic() - started
-    outputs.describe(run)
-    say(
-        f"final loss: {run['final_loss']:.3f} nats a byte, the mean of the last {len(last)} of "
-        f"{FLAGS.steps} steps\n"
-        f"byte-unigram entropy: {entropy:.3f} nats a byte\n"
-        f"{comm_hooks.told(measured)}"
-        f"took {run['seconds']:.0f} s; files: {outputs.metrics_path} {outputs.run_path}"
-        f"{profile.told() if profile else ''}"
-    )
-    return run
+        signals.heeded()
+        evaluate = None
+        if start.data.held_out is not None and FLAGS.eval_every:
+            evaluate = train_batches.evaluation(program, microbatches, start, FLAGS.eval_sequences)
+        loop = train_loop.Loop(
+            step=step_fn,
+            batches=functools.partial(train_batches.training, program, start, FLAGS.seed),
+            evaluate=evaluate,
+            steps=FLAGS.steps,
+            every_k=FLAGS.every_k,
+            eval_every=FLAGS.eval_every,
+            checkpoint_every=FLAGS.checkpoint_every,
+            skips=FLAGS.on_nonfinite == "skip",
+            rates=np.asarray(jax.vmap(train_program.schedule(chosen))(np.arange(FLAGS.steps))),
+            tokens=FLAGS.global_batch * FLAGS.seq_len,
+            outputs=outputs,
+            checkpoints=checkpoints,
+            signals=signals,
+            profile=profile_of(start, FLAGS.profile_steps),
+            facts={"mesh": dict(mesh.shape)},
+            saved=progress.calls if saved else None,
+        )
+        with errors_with_remedy(loop, FLAGS.every_k):
+            state, progress, measured, stopped = loop.run(state, progress)
+        if stopped:
+            at = f"step {progress.calls // FLAGS.every_k}"
+            at += f", call {rest}" if (rest := progress.calls % FLAGS.every_k) else ""
+            kept = (
+                "saved: the same command goes on" if checkpoints else "nothing is saved (--keep=0)"
+            )
+            say(f"train: {stopped} at {at} of {FLAGS.steps}; {kept}.")
+            sys.exit(stopping.exit_code(stopped))
+
+        ########################################## The end ########################################
+
+        with errors_in_one_line():
+            run |= {"final_loss": float(np.mean(progress.recent)), **measured}
+            run |= {"skipped": progress.skipped, "seconds": time.monotonic() - started}
+            outputs.describe(run)
+            outputs.chart(run["data"]["unigram_entropy"])
+        unit = train_report.unit(start)
+        say(
+            f"final loss: {run['final_loss']:.3f} nats a {unit}, the mean of the last "
+            f"{len(progress.recent)} of {FLAGS.steps} steps\n"
+            f"{unit}-unigram entropy: {run['data']['unigram_entropy']:.3f} nats a {unit}\n"
+            f"{comm_hooks.told(measured)}"
+            f"took {run['seconds']:.0f} s; in {outputs.workdir}: metrics.jsonl run.json loss.png "
+            f"tensorboard/{' checkpoints/' if checkpoints else ''}"
+            f"{loop.profile.told() if loop.profile else ''}"
+        )
+        return run
+
+
+############################################# Parts ##############################################
+
+
+def check_audit(setup: Any, compiled: Any) -> None:
+    """Raise AssertionError unless the compiled step is one cross-device mean."""
+    branch = setup.every_k > 1 or comm_hooks.in_branch(setup.comm_hook)
+    for axes in comm_hooks.audited_axes(setup.comm_hook, setup.data_axes):
+        audit.assert_one_reduction(compiled, axis_name=axes, mesh=setup.mesh, conditional=branch)
+
+
+def profile_of(start: train_start.Start, steps: str | None) -> Profile | None:
+    if not steps:
+        return None
+    return Profile(start.outputs.profile_path, train_checks.parse_steps(steps), start.hosts)
+
+
+############################################# Errors #############################################
 
 
 @contextlib.contextmanager
@@ -222,17 +217,41 @@ def errors_in_one_line() -> Iterator[None]:
         sys.exit(f"train: {error}")
 
 
+@contextlib.contextmanager
+def errors_with_remedy(loop: train_loop.Loop, every_k: int) -> Iterator[None]:
+    """Exit with the message of what could not be written, and what is left: in this process alone.
+
+    Others may be in the middle of a step, and end with it.
+    """
+    try:
+        yield
+    except ValueError as error:
+        kept = loop.saved
+        left = (
+            "no checkpoint yet"
+            if kept is None
+            else f"the last checkpoint is of step {kept // every_k}"
+        )
+        sys.exit(f"train: {error} ({left}; the same command goes on from it.)")
+
+
 def main(argv: list[str]) -> None:
     del argv  # train_flags.parse has refused all but flags
     FLAGS = flags.FLAGS
     meshes.prepare_platform(FLAGS.cpu_devices)
-    if not FLAGS.multihost:
-        meshes.first_query()
-        train(FLAGS)
-        return
-    with cluster.ending_together():
-        cluster.join("train", FLAGS)  # makes the first device query
-        train(FLAGS)
+    try:
+        if not FLAGS.multihost:
+            meshes.first_query()
+            train(FLAGS)
+            return
+        with cluster.ending_together():
+            cluster.join("train", FLAGS, notices=True)  # makes the first device query
+            train(FLAGS)
+    except stopping.Stopped as stopped:
+        print(f"train: {stopped.signal} before the first step; nothing was to be saved.")
+        sys.exit(stopping.exit_code(stopped.signal))
+    except KeyboardInterrupt:
+        sys.exit("train: stopped at once; the last checkpoint holds.")
 
 
 if __name__ == "__main__":

@@ -1,71 +1,134 @@
-"""The flags of absl_apps.train: their groups, units, defaults, and what cannot be combined.
+"""The flags of absl_apps.train: their groups, units and defaults.
 
 They are defined by a call, not by an import: another program that imports this one, or has a
-flag of the same name, is not disturbed.
+flag of the same name, is not disturbed. What cannot be combined is in train_checks.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-import re
-from collections.abc import Callable
 from typing import Any
 
 from absl import flags
 
-from absl_apps import cluster, comm_hooks, flag_parsing, meshes, microbatch_flags, transformer
-from absl_apps.meshes import DATA_AXIS, MODEL_AXIS, REPLICA_AXIS
-
-# How parameters, and gradients with the optimizer's state, lie on the data axes.
-SHARDINGS = ("replicated", "zero", "fsdp")
-
-# Peak learning rates that suit the default sizes, by optimizer.
-LEARNING_RATES = {"adamw": 3e-3, "lion": 2e-3, "sgd": 0.3}
+from absl_apps import (
+    cluster,
+    comm_hooks,
+    flag_parsing,
+    microbatch_flags,
+    train_checks,
+    transformer,
+)
+from absl_apps.meshes import DATA_AXIS, FSDP_AXIS, MODEL_AXIS, REPLICA_AXIS
+from absl_apps.optimizers import LEARNING_RATES, SCHEDULES
 
 # The order of --help; a test keeps it complete.
 GROUPS = {
-    "Data": ("data", "max_data_bytes", "seed"),
-    "Model": ("d_model", "n_layer", "n_head", "seq_len", "compute_dtype"),
-    "Optimization": (
-        "steps",
-        "global_batch",
-        "microbatches",
-        "hbm_gb",
+    "Data": ("data", "vocab_size", "document_end", "max_data_bytes", "seed"),
+    "Held-out data": ("eval_data", "eval_fraction", "eval_every", "eval_sequences"),
+    "Model": ("d_model", "n_layer", "n_head", "seq_len", "dropout", "compute_dtype", "remat"),
+    "Steps": ("steps", "global_batch", "every_k", "microbatches", "hbm_gb", "on_nonfinite"),
+    "Optimizer": (
         "optimizer",
         "learning_rate",
+        "schedule",
         "warmup_steps",
-        "comm_hook",
+        "weight_decay",
+        "clip_norm",
     ),
-    "Devices": ("mesh", "sharding", "sequence_parallel", "cpu_devices"),
+    "Devices and communication": (
+        "mesh",
+        "zero",
+        "sequence_parallel",
+        "comm_hook",
+        "reduce_dtype",
+        "cpu_devices",
+    ),
     "Processes": cluster.FLAGS,
-    "Output": ("workdir", "profile_steps"),
+    "Output": ("workdir", "checkpoint_every", "keep", "profile_steps"),
 }
 
 # What the processes of one run may differ in: where things are, and how they found each other.
-OWN = {"data", "workdir", "cpu_devices", *cluster.FLAGS}
+OWN = {"data", "eval_data", "workdir", "cpu_devices", *cluster.FLAGS}
+
+# What a run may be resumed with: other devices, other outputs. Its data may have moved, but is
+# looked at; with another --every_k the state has another form.
+RESUMABLE = OWN | {
+    *("eval_every", "eval_sequences", "remat", "microbatches", "hbm_gb", "on_nonfinite"),
+    *("mesh", "zero", "sequence_parallel", "reduce_dtype"),
+    *("checkpoint_every", "keep", "profile_steps"),
+}
 
 
 def define(values: flags.FlagValues) -> None:
     """Define every flag of the program, and the checks that need flags alone, on `values`."""
+    _define_data(values)
+    _define_model(values)
+    _define_steps(values)
+    _define_devices(values)
+    cluster.define(values)
+    _define_output(values)
+    train_checks.register(values)
 
-    def integer(name: str, default: int | None, text: str, lower_bound: int = 1) -> None:
-        flags.DEFINE_integer(name, default, text, lower_bound=lower_bound, flag_values=values)
 
+def _integer(
+    values: flags.FlagValues, name: str, default: int | None, text: str, lower_bound: int = 1
+) -> None:
+    flags.DEFINE_integer(name, default, text, lower_bound=lower_bound, flag_values=values)
+
+
+def _define_data(values: flags.FlagValues) -> None:
     flags.DEFINE_multi_string(
         "data",
         None,
-        "Text files or globs (** descends), separated by commas or given again. Default: the "
-        "Python standard library's own *.py files, in the order of their names.",
+        "Files or globs (** descends), separated by commas or given again: text, whose tokens are "
+        "its bytes, or token files (.bin) of uint16, as nanoGPT writes them. Each file begins a "
+        "document. Default: the Python standard library's own *.py files.",
         flag_values=values,
     )
-    integer("max_data_bytes", 8_000_000, "Bytes of text to read at most, from the start.")
-    integer("seed", 0, "Seed of the parameters and, with the step, of each batch.", 0)
+    _integer(values, "vocab_size", None, "Tokens in the vocabulary of token files; text has 256.")
+    _integer(
+        values,
+        "document_end",
+        None,
+        "The token that ends a document in token files, as 50256 of GPT-2. What follows it begins "
+        "another, and is not predicted. Default: only files end documents.",
+        0,
+    )
+    _integer(values, "max_data_bytes", None, "Bytes to use at most, from the start. Default: all.")
+    _integer(values, "seed", 0, "Seed of parameters, dropout and the order of the data.", 0)
+    flags.DEFINE_multi_string(
+        "eval_data",
+        None,
+        "Files or globs to hold out, as --data. Default: --eval_fraction of --data.",
+        flag_values=values,
+    )
+    flags.DEFINE_float(
+        "eval_fraction",
+        0.05,
+        "Part of the sequences of --data, the last, to hold out; 0: none.",
+        flag_values=values,
+    )
+    _integer(values, "eval_every", 50, "Steps between losses of held-out data; 0: none.", 0)
+    _integer(
+        values,
+        "eval_sequences",
+        512,
+        "Held-out sequences of each such loss at most, spread evenly over them.",
+    )
 
-    integer("d_model", 128, "Width of the residual stream.")
-    integer("n_layer", 4, "Layers.")
-    integer("n_head", 4, "Attention heads; 2 * n_head divides d_model.")
-    integer("seq_len", 128, "Bytes predicted per sequence.")
+
+def _define_model(values: flags.FlagValues) -> None:
+    _integer(values, "d_model", 128, "Width of the residual stream.")
+    _integer(values, "n_layer", 4, "Layers.")
+    _integer(values, "n_head", 4, "Attention heads; 2 * n_head divides d_model.")
+    _integer(values, "seq_len", 128, "Tokens predicted per sequence.")
+    flags.DEFINE_float(
+        "dropout",
+        0.0,
+        "Part of what each layer adds to the residual stream that is dropped in training.",
+        flag_values=values,
+    )
     flags.DEFINE_enum(
         "compute_dtype",
         "bfloat16",
@@ -73,33 +136,112 @@ def define(values: flags.FlagValues) -> None:
         "Dtype inside the layers; parameters, gradients and the loss are float32.",
         flag_values=values,
     )
+    flags.DEFINE_enum(
+        "remat",
+        transformer.REMAT[0],
+        transformer.REMAT,
+        "What the backward pass computes again instead of keeping it: all of a layer, all but its "
+        "matrix products (dots), or nothing (none). Least memory first.",
+        flag_values=values,
+    )
 
-    integer("steps", 150, "Optimizer steps.")
-    integer("global_batch", 64, "Sequences per step, over all devices and microbatches.")
+
+def _define_steps(values: flags.FlagValues) -> None:
+    _integer(values, "steps", 150, "Optimizer steps. All other counts of steps are of these too.")
+    _integer(values, "global_batch", 64, "Sequences per step, over all devices and microbatches.")
+    _integer(
+        values,
+        "every_k",
+        1,
+        "Calls of the compiled program per step, a window of gradaccum.MultiSteps, each with its "
+        "part of the batch. One call with microbatches is faster; calls fit where one batch does "
+        "not fit on the host.",
+    )
     microbatch_flags.define(values, 4)
+    flags.DEFINE_enum(
+        "on_nonfinite",
+        "stop",
+        ["skip", "stop"],
+        "At a loss or gradient that is inf or NaN: leave out the step, with parameters and "
+        "optimizer as they were, or stop with a checkpoint of them. Ten in a row stop the run.",
+        flag_values=values,
+    )
     flags.DEFINE_enum(
         "optimizer",
         "adamw",
         sorted(LEARNING_RATES),
-        "Optax optimizer, with optax's defaults but for adamw's b2=0.95 and sgd's momentum=0.9; "
-        "gradients are clipped to global norm 1.",
+        "Optax optimizer, with optax's defaults but for adamw's b2=0.95 and sgd's momentum=0.9.",
         flag_values=values,
     )
     flags.DEFINE_float(
         "learning_rate",
         None,
-        "Peak learning rate; a cosine takes it to a tenth at the last step. Default: "
+        "Peak learning rate. Default: "
         + ", ".join(f"{rate:g} for {name}" for name, rate in LEARNING_RATES.items())
         + ".",
         lower_bound=0.0,
         flag_values=values,
     )
-    integer(
+    flags.DEFINE_enum(
+        "schedule",
+        SCHEDULES[0],
+        SCHEDULES,
+        "Learning rate after the warmup: a cosine or a line to a tenth of the peak at the last "
+        "step, or the peak.",
+        flag_values=values,
+    )
+    _integer(
+        values,
         "warmup_steps",
         None,
         "Optimizer steps (not microbatches) of linear warmup, from peak / (warmup_steps + 1). "
         "Default: a tenth of --steps.",
         0,
+    )
+    flags.DEFINE_float(
+        "weight_decay",
+        None,
+        "Weight decay of adamw (default 0.0001) and lion (default 0.001).",
+        lower_bound=0.0,
+        flag_values=values,
+    )
+    flags.DEFINE_float(
+        "clip_norm",
+        1.0,
+        "Global norm to which a step's mean gradient is clipped; 0: not at all.",
+        lower_bound=0.0,
+        flag_values=values,
+    )
+
+
+def _define_devices(values: flags.FlagValues) -> None:
+    flags.DEFINE_string(
+        "mesh",
+        None,
+        f"Devices along the data axis, as {DATA_AXIS}=8, or {FSDP_AXIS}=8 for one that parameters "
+        f"are split over; or along two, as {REPLICA_AXIS}=2,{DATA_AXIS}=4 or {REPLICA_AXIS}=2,"
+        f"{FSDP_AXIS}=4; and last, along the model axis, over which heads, hidden features and "
+        f"vocabulary are sharded, as {DATA_AXIS}=4,{MODEL_AXIS}=2. Default: {DATA_AXIS}, all there "
+        "are.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "zero",
+        None,
+        "ZeRO stage, what is split over the last data axis: 0 nothing, 1 the optimizer's state, 2 "
+        "gradients too, 3 parameters too, gathered once a call (FSDP). Of two data axes the outer "
+        f"holds copies (HSDP). With {MODEL_AXIS}, all this is said of a device's shard of the "
+        f"model. Default: 3 along {FSDP_AXIS}, else 0.",
+        lower_bound=0,
+        upper_bound=3,
+        flag_values=values,
+    )
+    flags.DEFINE_bool(
+        "sequence_parallel",
+        False,
+        "Whether activations between the layers, which all devices along "
+        f"{MODEL_AXIS} otherwise hold whole, are sharded over it along the sequence.",
+        flag_values=values,
     )
     flags.DEFINE_string(
         "comm_hook",
@@ -110,49 +252,39 @@ def define(values: flags.FlagValues) -> None:
         "Default: none, an all-reduce.",
         flag_values=values,
     )
-
-    flags.DEFINE_string(
-        "mesh",
-        None,
-        f"Devices along the data axis, as {DATA_AXIS}=8, or along two, as {REPLICA_AXIS}=2,"
-        f"{DATA_AXIS}=4; and last, along the model axis, over which heads, hidden features and "
-        f"vocabulary are sharded, as {DATA_AXIS}=4,{MODEL_AXIS}=2 or {REPLICA_AXIS}=2,{DATA_AXIS}=2"
-        f",{MODEL_AXIS}=2. Default: {DATA_AXIS}, all there are.",
-        flag_values=values,
-    )
     flags.DEFINE_enum(
-        "sharding",
-        SHARDINGS[0],
-        SHARDINGS,
-        "Whether every device holds all parameters, gradients and optimizer state (replicated), a "
-        "part of the gradients and optimizer state (zero), or of the parameters too (fsdp). Parts "
-        f"are split over {DATA_AXIS} alone: with {REPLICA_AXIS}, its devices hold copies (HSDP). "
-        f"With {MODEL_AXIS}, all this is said of a device's shard of the model.",
+        "reduce_dtype",
+        None,
+        ["bfloat16", "float16"],
+        "Dtype of gradients on the wire, in the one mean of a step. Default: float32.",
         flag_values=values,
     )
-    flags.DEFINE_bool(
-        "sequence_parallel",
-        False,
-        "Whether activations between the layers, which all devices along "
-        f"{MODEL_AXIS} otherwise hold whole, are sharded over it along the sequence.",
-        flag_values=values,
-    )
-    integer(
+    _integer(
+        values,
         "cpu_devices",
         8,
         "Simulated CPU devices of each process, on a machine without accelerators.",
     )
 
-    cluster.define(values)
 
+def _define_output(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "workdir",
         None,
-        "Directory of this run's metrics.jsonl and run.json, made if missing; another run's "
-        "is refused. Default: a new one, runs/<date>-<time>. Of several processes, process 0 alone "
-        "writes these two.",
+        "Directory of this run: metrics.jsonl, tensorboard/, run.json, checkpoints/, loss.png. A "
+        "run that was interrupted goes on when it is started again with the same one; another "
+        "run's is refused. Default: a new one, runs/<date>-<time>. Of several processes, all need "
+        "it for checkpoints, and process 0 writes the rest.",
         flag_values=values,
     )
+    _integer(
+        values,
+        "checkpoint_every",
+        50,
+        "Steps between checkpoints, beside those at the end and at SIGTERM; 0: none but these.",
+        0,
+    )
+    _integer(values, "keep", 3, "Checkpoints to keep, the newest.")
     flags.DEFINE_string(
         "profile_steps",
         None,
@@ -161,127 +293,11 @@ def define(values: flags.FlagValues) -> None:
         flag_values=values,
     )
 
-    @flags.multi_flags_validator(["d_model", "n_layer", "n_head"], flag_values=values)
-    def _model(sizes: dict[str, int]) -> bool:
-        return _valid(lambda: transformer.Config(**sizes))
-
-    @flags.validator("mesh", flag_values=values)
-    def _mesh(text: str | None) -> bool:
-        return text is None or _valid(lambda: check_axes(meshes.parse(text)))
-
-    @flags.validator("learning_rate", "must be finite", flag_values=values)
-    def _rate(rate: float | None) -> bool:
-        return rate is None or math.isfinite(rate)
-
-    @flags.validator("comm_hook", flag_values=values)
-    def _comm_hook(text: str | None) -> bool:
-        return text is None or _valid(lambda: comm_hooks.parse(text))
-
-    @flags.multi_flags_validator(["warmup_steps", "steps"], flag_values=values)
-    def _warmup(steps: dict[str, int | None]) -> bool:
-        if steps["warmup_steps"] is not None and steps["warmup_steps"] > steps["steps"]:
-            raise flags.ValidationError(
-                f"{steps['warmup_steps']} warmup steps do not fit in {steps['steps']} steps; "
-                "both count optimizer steps."
-            )
-        return True
-
-    @flags.multi_flags_validator(["profile_steps", "steps"], flag_values=values)
-    def _profile(given: dict[str, Any]) -> bool:
-        text = given["profile_steps"]
-        return text is None or _valid(lambda: check_profile(text, given["steps"]))
-
-    del _model, _mesh, _rate, _comm_hook, _warmup, _profile  # registered
-
 
 def agreed(values: flags.FlagValues) -> dict[str, Any]:
     """Return the flags that all processes of a run must be given alike, by how they are written."""
     chosen = flag_parsing.chosen(values, GROUPS)
     return {f"--{name}": value for name, value in chosen.items() if name not in OWN}
-
-
-def parse_steps(text: str) -> range:
-    """Return the steps of `"10:15"`: 10, 11, 12, 13 and 14.
-
-    Raises:
-      ValueError: unless the text is two numbers, the first the smaller.
-    """
-    match = re.fullmatch(r"(\d+):(\d+)", text)
-    if match is None or int(match[1]) >= int(match[2]):
-        raise ValueError(f"{text!r} is not start:stop with start < stop; write for example 10:15.")
-    return range(int(match[1]), int(match[2]))
-
-
-def check_profile(text: str, steps: int) -> None:
-    """Raise ValueError unless all steps to profile are taken."""
-    profiled = parse_steps(text)
-    if profiled.stop > steps:
-        raise ValueError(
-            f"step {profiled.stop - 1} is not taken: they count from 0, and --steps={steps} end "
-            f"with {steps - 1}."
-        )
-
-
-def check_axes(axes: dict[str, int]) -> None:
-    """Raise ValueError unless the mesh has the axes that this program knows, in their order."""
-    data = [axis for axis in axes if axis != MODEL_AXIS]
-    write = (
-        f"write --mesh={DATA_AXIS}=8, --mesh={REPLICA_AXIS}=2,{DATA_AXIS}=4 or "
-        f"--mesh={DATA_AXIS}=4,{MODEL_AXIS}=2."
-    )
-    if data not in ([DATA_AXIS], [REPLICA_AXIS, DATA_AXIS]):
-        raise ValueError(
-            f"axes {', '.join(axes)}, but this program splits the batch over {DATA_AXIS}, or "
-            f"{REPLICA_AXIS} and {DATA_AXIS}: {write}"
-        )
-    if MODEL_AXIS in axes and list(axes)[-1] != MODEL_AXIS:
-        raise ValueError(
-            f"axes {', '.join(axes)}, but the model axis {MODEL_AXIS} is to be the last, so that "
-            f"its devices, which communicate in every layer, are neighbours: {write}"
-        )
-
-
-def check_model_axis(
-    axes: dict[str, int], config: transformer.Config, seq_len: int, sequence_parallel: bool
-) -> None:
-    """Raise ValueError unless the model axis, where there is one, divides what it is to split."""
-    shards = axes.get(MODEL_AXIS)
-    if shards is not None:
-        transformer.check_shards(config, shards, MODEL_AXIS)
-    if not sequence_parallel:
-        return
-    if shards is None:
-        raise ValueError(
-            f"--sequence_parallel: there is no axis {MODEL_AXIS} to shard the sequence over; write "
-            f"for example --mesh={DATA_AXIS}=4,{MODEL_AXIS}=2."
-        )
-    if seq_len % shards:
-        below = seq_len - seq_len % shards
-        nearest = f"{below} or {below + shards}" if below else f"{shards}"
-        raise ValueError(
-            f"--sequence_parallel: --seq_len={seq_len} is not divisible by the {shards} devices "
-            f"along {MODEL_AXIS}; the nearest that is: {nearest}."
-        )
-
-
-def check_batch(global_batch: int, microbatches: int, data_devices: int) -> None:
-    """Raise ValueError unless all devices along the data axes get the same whole microbatches."""
-    multiple = microbatches * data_devices
-    if global_batch % multiple:
-        below = global_batch - global_batch % multiple
-        nearest = f"{below} or {below + multiple}" if below else f"{multiple}"
-        raise ValueError(
-            f"--global_batch={global_batch}: not divisible by microbatches * devices "
-            f"= {microbatches} * {data_devices} = {multiple}; the nearest that is: {nearest}."
-        )
-
-
-def _valid(check: Callable[[], object]) -> bool:
-    try:
-        check()
-    except ValueError as error:
-        raise flags.ValidationError(str(error)) from None
-    return True
 
 
 parse = functools.partial(flag_parsing.parse, "train", GROUPS, define)  # (argv, values, manual)

@@ -1,103 +1,115 @@
-"""The step of absl_apps.train as a program to compile: its shapes on a mesh, and no arrays."""
+"""The step of absl_apps.train as a program to compile: from its flags, on a mesh, and no arrays."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import optax
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from absl_apps import comm_hooks, meshes, train_flags, transformer
-from absl_apps.optimizers import make_optimizer, make_schedule
-from absl_apps.train_state import TrainState, init_state, state_specs
-from absl_apps.train_step import make_step
+from absl_apps import comm_hooks, meshes, train_checks, transformer
+from absl_apps.optimizers import LEARNING_RATES, make_optimizer, make_schedule
+from absl_apps.train_setup import Setup
+from absl_apps.train_state import TrainState, describe_state
+from absl_apps.train_step import Batch, make_evaluation, make_step
 from gradaccum import aot
 
 
-class Program(NamedTuple):
-    """What a step is made of, but for its number of microbatches.
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a run computes, but for its number of microbatches.
 
     Attributes:
-      config: the model.
-      mesh: the devices, here or not.
-      tx: the optimizer, with the communication hook in front where there is one.
-      options: of `make_step`, after those.
-      state, tokens: the step's arguments, `jax.ShapeDtypeStruct`s with shardings.
+      setup: what a step is made of.
+      state, batch, call: the arguments of a step, `jax.ShapeDtypeStruct`s with shardings.
     """
 
-    config: transformer.Config
-    mesh: jax.sharding.Mesh
-    tx: optax.GradientTransformation
-    options: tuple[Any, ...]
+    setup: Setup
     state: TrainState
-    tokens: jax.ShapeDtypeStruct
+    batch: Batch
+    call: jax.ShapeDtypeStruct
+
+    @property
+    def args(self) -> tuple[TrainState, Batch, jax.ShapeDtypeStruct]:
+        return self.state, self.batch, self.call
 
     def step(self, microbatches: int) -> Any:
-        """Return the jitted step (state, tokens) -> (state, loss)."""
-        return make_step(self.config, self.mesh, microbatches, self.tx, *self.options)
+        """Return the jitted (state, batch, call) -> (state, measured)."""
+        return make_step(self.setup, microbatches, self.state)
+
+    def evaluation(self, microbatches: int) -> Any:
+        """Return the jitted (params, batch) -> (sum of losses, number of targets)."""
+        return make_evaluation(self.setup, microbatches)
+
+
+def model(chosen: Mapping[str, Any]) -> transformer.Config:
+    """Return the model that the flags say.
+
+    Raises:
+      ValueError: its sizes do not fit each other.
+    """
+    sizes = ("d_model", "n_layer", "n_head", "compute_dtype")
+    return transformer.Config(
+        *(chosen[name] for name in sizes),
+        vocab_size=chosen["vocab_size"] or transformer.VOCABULARY,
+        dropout=chosen["dropout"],
+        remat=chosen["remat"],
+    )
+
+
+def schedule(chosen: Mapping[str, Any]) -> Any:
+    """Return the learning rate of each step."""
+    peak = chosen["learning_rate"]
+    if peak is None:
+        peak = LEARNING_RATES[chosen["optimizer"]]
+    return make_schedule(peak, chosen["warmup_steps"], chosen["steps"], chosen["schedule"])
 
 
 def describe(chosen: Mapping[str, Any], mesh: jax.sharding.Mesh) -> Program:
-    """Describe the step that absl_apps.train would take with these flags on this mesh.
+    """Describe the step that absl_apps.train takes with these flags on this mesh.
 
     Args:
-      chosen: flags by name: the model's, global_batch, optimizer, comm_hook, sharding and
-        sequence_parallel.
+      chosen: flags by name: PROGRAM's, and of the optimizer's those that are there.
       mesh: devices, here or not.
 
     Raises:
-      ValueError: the hook does not fit the mesh.
+      ValueError: the model, the batch or the hook does not fit the mesh.
     """
-    sizes = ("d_model", "n_layer", "n_head", "compute_dtype")
-    config = transformer.Config(*(chosen[name] for name in sizes))
-    tx = make_optimizer(chosen["optimizer"], make_schedule(1e-3, 1, 2))  # the program is the same
-    specs, grad_specs = state_specs(chosen["sharding"], config, tx, mesh)
-    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    shapes = jax.eval_shape(lambda: init_state(jax.random.key(0), config, tx))
-    state = jax.tree.map(_placed, shapes, where)
-    hooked = None
-    if chosen["comm_hook"]:
-        hook = comm_hooks.parse(chosen["comm_hook"])
-        data_axes = meshes.data_axes(mesh)
-        comm_hooks.check_axes(hook, data_axes)
-        tx, state, hooked = _hooked(hook, tx, state, grad_specs, mesh)
-    shape = chosen["global_batch"], chosen["seq_len"] + 1
-    split = NamedSharding(mesh, P(meshes.data_axes(mesh)))
-    tokens = jax.ShapeDtypeStruct(shape, "uint8", sharding=split)
-    options = chosen["sharding"], chosen["sequence_parallel"], hooked
-    return Program(config, mesh, tx, options, state, tokens)
-
-
-def _placed(x: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-
-
-def _hooked(
-    hook: Any,
-    tx: optax.GradientTransformation,
-    state: TrainState,
-    grad_specs: Any,
-    mesh: jax.sharding.Mesh,
-) -> tuple[optax.GradientTransformation, TrainState, TrainState]:
-    """As comm_hooks.chained, of shapes: the optimizer, the state, and how that lies."""
-    mean, where = comm_hooks.mean_of(hook, grad_specs, mesh, meshes.data_axes(mesh))
-    params = jax.tree.map(_placed, state.params, where)
-    # The hook's own state lies as the compiler places it: residuals split over devices.
-    compiled = jax.jit(mean.init).lower(params).compile()
-    replicated = NamedSharding(mesh, P())
-    # What is made of no parameter lies on one device there, and on all where the step is run.
-    lies = [
-        x if len(x.device_set) == mesh.size else replicated
-        for x in jax.tree.leaves(compiled.output_shardings)
-    ]
-    shapes, treedef = jax.tree.flatten(jax.eval_shape(mean.init, params))
-    of_hook = jax.tree.unflatten(treedef, map(_placed, shapes, lies))
-    state = TrainState(state.params, (of_hook, state.opt_state))
-    return optax.chain(mean, tx), state, jax.tree.map(lambda x: x.sharding, state)
+    config = model(chosen)
+    axes = dict(mesh.shape)
+    train_checks.check_axes(axes)
+    train_checks.check_model_axis(axes, config, chosen["seq_len"], chosen["sequence_parallel"])
+    how = {name: chosen[name] for name in ("reduce_dtype", "comm_hook", "every_k")}
+    train_checks.check_reduction(**how)
+    hook = chosen["comm_hook"] and comm_hooks.parse(chosen["comm_hook"])
+    comm_hooks.check_axes(hook, meshes.data_axes(mesh))
+    # What the schedule is does not change the program.
+    rate = schedule(chosen) if "schedule" in chosen else make_schedule(1e-3, 1, 2)
+    decay = {name: chosen[name] for name in ("weight_decay", "clip_norm") if name in chosen}
+    setup = Setup(
+        config,
+        mesh,
+        make_optimizer(chosen["optimizer"], rate, **decay),
+        train_checks.stage(chosen["zero"], axes),
+        chosen["sequence_parallel"],
+        chosen["every_k"],
+        hook or None,
+        chosen["reduce_dtype"],
+    )
+    rows, length = chosen["global_batch"] // setup.every_k, chosen["seq_len"]
+    split = NamedSharding(mesh, P(setup.data_axes))
+    tokens = np.uint8 if chosen["vocab_size"] is None else np.uint16
+    batch = {
+        "tokens": jax.ShapeDtypeStruct((rows, length + 1), tokens, sharding=split),
+        "mask": jax.ShapeDtypeStruct((rows, length), bool, sharding=split),
+    }
+    call = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, P()))
+    return Program(setup, describe_state(setup), batch, call)
 
 
 def check_limit(mesh: jax.sharding.Mesh, memory_limit: int | None) -> None:
@@ -121,14 +133,14 @@ def plan(chosen: Mapping[str, Any], mesh: jax.sharding.Mesh, memory_limit: int |
       ValueError: the batch does not divide over the devices, no limit is known, or nothing fits.
     """
     devices = math.prod(mesh.shape[axis] for axis in meshes.data_axes(mesh))
-    train_flags.check_batch(chosen["global_batch"], 1, devices)
+    calls = chosen["every_k"]
+    train_checks.check_batch(chosen["global_batch"], calls, 1, devices)
     check_limit(mesh, memory_limit)
-    rows = chosen["global_batch"] // devices
+    rows = chosen["global_batch"] // (calls * devices)
     program = describe(chosen, mesh)
     return aot.plan_microbatches(
         program.step,
-        program.state,
-        program.tokens,
+        *program.args,
         candidates=[k for k in range(1, rows + 1) if rows % k == 0],
         memory_limit=memory_limit,
     )

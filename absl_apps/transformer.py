@@ -12,7 +12,8 @@ features and its vocabulary sharded over a model axis, by `specs`.
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +24,40 @@ from absl_apps.layers import PLAIN, Layers
 
 VOCABULARY = 256  # bytes
 
+# Vocabularies that are no multiple of it get rows and columns more, which no target names: so any
+# number of devices up to it divides them, and parameters do not depend on that number.
+_PAD_TO = 128
+
+# What the backward pass recomputes: all of a layer, all but its matrix products, or nothing.
+REMAT = ("layer", "dots", "none")
+
 Params = dict[str, "jax.Array | Params"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes of a transformer; `d_model` is a multiple of `2 * n_head` (rotary pairs)."""
+    """Sizes of a transformer; `d_model` is a multiple of `2 * n_head` (rotary pairs).
+
+    Attributes:
+      dropout: the part of what a layer adds to the residual stream that is dropped in training.
+      remat: of REMAT.
+    """
 
     d_model: int
     n_layer: int
     n_head: int
     compute_dtype: str = "bfloat16"
+    vocab_size: int = VOCABULARY
+    dropout: float = 0.0
+    remat: str = REMAT[0]
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The rows of the embedding, and the columns of the head."""
+        return -(-self.vocab_size // _PAD_TO) * _PAD_TO
 
     def __post_init__(self) -> None:
-        if min(self.d_model, self.n_layer, self.n_head) < 1:
+        if min(self.d_model, self.n_layer, self.n_head, self.vocab_size) < 1:
             raise ValueError(f"transformer: every size must be at least 1, got {self}")
         if self.d_model % (2 * self.n_head):
             raise ValueError(
@@ -49,16 +70,16 @@ class Config:
 def init(key: jax.Array, config: Config) -> Params:
     """Return float32 parameters; the leaves under `"layers"` are `[n_layer, ...]`.
 
-    The output head starts at zero, so the first loss is log(256) nats whatever the sizes.
+    The output head starts at zero, so the first loss is log(vocab_size) nats whatever the sizes.
     """
-    D, L = config.d_model, config.n_layer
+    D, L, V = config.d_model, config.n_layer, config.padded_vocab_size
     embed, qkv, proj, up, down = jax.random.split(key, 5)
 
     def normal(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
         return jax.random.normal(key, shape, jnp.float32) * fan_in**-0.5
 
     return {
-        "embed": normal(embed, (VOCABULARY, D), 1),
+        "embed": normal(embed, (V, D), 1),
         "layers": {
             "attention_scale": jnp.ones((L, D)),
             # Columns by head, then q, k, v: a part of them is whole heads, for any number of parts.
@@ -70,7 +91,7 @@ def init(key: jax.Array, config: Config) -> Params:
             "down": normal(down, (L, 4 * D, D), 2 * L * 4 * D),
         },
         "final_scale": jnp.ones((D,)),
-        "head": jnp.zeros((D, VOCABULARY)),
+        "head": jnp.zeros((D, V)),
     }
 
 
@@ -104,63 +125,106 @@ def check_shards(config: Config, shards: int, axis: str) -> None:
 
     Hidden features divide where heads do.
     """
-    heads, padded = config.n_head, -(-VOCABULARY // shards) * shards
+    heads, held = config.n_head, config.padded_vocab_size
     if heads % shards:
         raise ValueError(
             f"transformer: n_head = {heads} is not divisible by the {shards} devices along {axis}; "
             f"take {-(-heads // shards) * shards} heads, or a number of devices that divides "
             f"{heads}."
         )
-    if padded != VOCABULARY:
+    if held % shards:
         raise ValueError(
-            f"transformer: the vocabulary of {VOCABULARY} bytes is not divisible by the {shards} "
-            f"devices along {axis}: it would need padding to {padded}; take a power of two."
+            f"transformer: the vocabulary of {config.vocab_size}, held as {held}, is not divisible "
+            f"by the {shards} devices along {axis}; take a power of two up to {_PAD_TO}."
         )
 
 
-def apply(params: Params, tokens: ArrayLike, config: Config, layers: Layers = PLAIN) -> jax.Array:
-    """Return float32 logits `[b, t, 256]` for tokens `[b, t]`; each sees only those before it.
+def apply(
+    params: Params,
+    tokens: ArrayLike,
+    config: Config,
+    layers: Layers = PLAIN,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Return float32 logits `[b, t, V]` for tokens `[b, t]`; each sees only those before it.
 
-    With sharded layers, parameters are this device's shards, and logits `[b, t, 256/m]` too.
+    V is the padded vocabulary. With sharded layers, parameters are this device's shards, and logits
+    `[b, t, V/m]` too. Nothing is dropped without a key.
     """
     dtype = jnp.dtype(config.compute_dtype)
     tokens = jnp.asarray(tokens, jnp.int32)
     width = config.d_model // config.n_head
     x = layers.split_sequence(layers.embedding(params["embed"], tokens).astype(dtype))
     angles = _rotary_angles(tokens.shape[1], width)
+    drops = key is not None and config.dropout > 0
 
-    # The sums of sharded layers are kept: recomputed, they would communicate again.
-    @functools.partial(
-        jax.checkpoint,
-        policy=jax.checkpoint_policies.save_only_these_names("gradaccum/tensor_parallel"),
-    )
-    def layer(x: jax.Array, stored: Params) -> tuple[jax.Array, None]:
-        p = jax.tree.map(lambda leaf: leaf.astype(dtype), stored)
+    def drop(added: jax.Array, key: jax.Array | None) -> jax.Array:
+        if not drops:
+            return added
+        # Drawn for the whole sequence, then cut: the same for any number of model devices.
+        shape = *tokens.shape, config.d_model
+        keep = layers.split_sequence(jax.random.bernoulli(key, 1 - config.dropout, shape))
+        return jnp.where(keep, added / (1 - config.dropout), 0).astype(dtype)
+
+    def layer(x: jax.Array, of_layer: tuple[Params, jax.Array | None]) -> tuple[jax.Array, None]:
+        p = jax.tree.map(lambda leaf: leaf.astype(dtype), of_layer[0])
+        first, second = (None, None) if not drops else jax.random.split(of_layer[1])
         h = _rms_norm(x, layers.copy(p["attention_scale"]))
         h = layers.column_dense(h, p["qkv"], None)
         q, k, v = jnp.moveaxis(h.reshape(*h.shape[:2], -1, 3, width), 3, 0)
         mixed = _attention(_rotate(q, angles), _rotate(k, angles), v)
-        x = x + layers.row_dense(mixed.reshape(*h.shape[:2], -1), p["proj"], None)
+        x = x + drop(layers.row_dense(mixed.reshape(*h.shape[:2], -1), p["proj"], None), first)
         h = _rms_norm(x, layers.copy(p["mlp_scale"]))
         h = jax.nn.gelu(layers.column_dense(h, p["up"], None))
-        return x + layers.row_dense(h, p["down"], None), None
+        return x + drop(layers.row_dense(h, p["down"], None), second), None
 
-    x, _ = jax.lax.scan(layer, x, params["layers"])
+    keys = jax.random.split(key, config.n_layer) if drops else None
+    x, _ = jax.lax.scan(_remat(layer, config.remat), x, (params["layers"], keys))
     x = _rms_norm(x, layers.copy(params["final_scale"].astype(dtype)))
     logits = layers.column_dense(x, params["head"].astype(dtype), None)
     return logits.astype(jnp.promote_types(dtype, jnp.float32))
 
 
-def loss(params: Params, tokens: ArrayLike, config: Config, layers: Layers = PLAIN) -> jax.Array:
-    """Return the mean cross entropy, in nats a byte, of predicting `tokens[:, 1:]` `[b, t]`."""
+def losses(
+    params: Params,
+    tokens: ArrayLike,
+    config: Config,
+    layers: Layers = PLAIN,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Return the cross entropy, in nats, of predicting `tokens[:, 1:]`: float32 `[b, t]`."""
     tokens = jnp.asarray(tokens, jnp.int32)
-    logits = apply(params, tokens[:, :-1], config, layers)
-    return jnp.mean(layers.cross_entropy(logits, tokens[:, 1:]))
+    logits = apply(params, tokens[:, :-1], config, layers, key)
+    return layers.cross_entropy(logits, tokens[:, 1:], vocab_size=config.vocab_size)
+
+
+def loss(
+    params: Params,
+    tokens: ArrayLike,
+    config: Config,
+    layers: Layers = PLAIN,
+    key: jax.Array | None = None,
+    mask: jax.Array | None = None,
+) -> jax.Array:
+    """Return the mean of `losses`; with a mask, bool `[b, t]`, of those where it is True."""
+    return jnp.mean(losses(params, tokens, config, layers, key), where=mask)
 
 
 def size(params: Params) -> int:
     """Return the number of parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def _remat(layer: Callable[..., Any], how: str) -> Callable[..., Any]:
+    """Returns a layer whose backward pass recomputes what `how` says."""
+    if how == "none":
+        return layer
+    policies = jax.checkpoint_policies
+    # The sums of sharded layers are kept: recomputed, they would communicate again.
+    keep = policies.save_only_these_names("gradaccum/tensor_parallel")
+    if how == "dots":
+        keep = policies.save_from_both_policies(keep, policies.dots_with_no_batch_dims_saveable)
+    return jax.checkpoint(layer, policy=keep)
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:

@@ -10,9 +10,18 @@ import pathlib
 import sys
 
 import jax
+import numpy as np
 from absl import flags
 
-from absl_apps import meshes, run_files, train, train_flags, train_loop
+from absl_apps import (
+    meshes,
+    run_files,
+    stopping,
+    train,
+    train_flags,
+    train_loop,
+    train_profile,
+)
 from absl_apps.train_state import TrainState
 
 CASES = {  # losses, the steps to profile, and the steps of the run
@@ -29,17 +38,31 @@ BATCH = ("--global_batch=16", "--microbatches=2")
 def take(directory, losses, profiled, steps):
     """Takes steps that compute next to nothing; returns their losses, or the error."""
     outputs = run_files.RunFiles(str(directory))
-    profile = train_loop.Profile(outputs.profile_path, range(*profiled), ["here"])
-
-    def step_fn(state, tokens):
-        return state, losses[tokens]
-
+    loop = train_loop.Loop(
+        step=lambda state, batch, call: (state, {"loss": losses[batch], "gradient_norm": 1.0}),
+        batches=lambda call: iter(range(call, steps)),
+        evaluate=None,
+        steps=steps,
+        every_k=1,
+        eval_every=0,
+        checkpoint_every=0,
+        skips=False,
+        rates=np.ones(steps),
+        tokens=1,
+        outputs=outputs,
+        checkpoints=None,
+        signals=stopping.Signals(),
+        profile=train_profile.Profile(outputs.profile_path, range(*profiled), ["here"]),
+        facts={},
+        saved=None,
+    )
     try:
-        args = step_fn, TrainState({}, ()), lambda step: step, steps, 1, outputs, profile
-        return train_loop.run_steps(*args)[0]
+        loop.run(TrainState({}, ()), train_loop.Progress())
+        return [line["loss"] for line in outputs.lines()]
     except (SystemExit, IndexError) as error:
         return str(error)
     finally:
+        outputs.close()
         with jax.profiler.trace(directory / "another"):  # JAX refuses it while one is open
             pass
 

@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_said_in_its_column(capsys):
     ("args", "axes"),
     [
         ((), {"dp": 8}),
-        (("--mesh=replica=2,dp=2,mp=2", "--sharding=fsdp"), {"replica": 2, "dp": 2, "mp": 2}),
+        (("--mesh=replica=2,dp=2,mp=2", "--zero=3"), {"replica": 2, "dp": 2, "mp": 2}),
     ],
     ids=["replicated", "fsdp-mp"],
 )

@@ -41,47 +41,51 @@ def test_an_evaluation_ends(corpus):
 
 
 class Failing(batches.Sequences):
-    def __getitem__(self, index):
-        if index == 5:
-            raise OSError("the disk is gone")
-        return super().__getitem__(index)
+    """Slow, and broken at one index."""
 
-
-def test_an_error_in_a_thread_reaches_the_caller_and_ends_it(corpus):
-    ahead = batches.iterate(batches.evaluation(Failing(corpus, 10), 2, np.arange(2)))
-    assert [positions(next(ahead)) for _ in range(2)] == [[0, 1], [2, 3]]
-    with pytest.raises(OSError, match="the disk is gone"):
-        next(ahead)
-    assert list(ahead) == []
-
-
-class Slow(batches.Sequences):
     made = 0
+    broken = -1
 
     def __getitem__(self, index):
         time.sleep(0.05)
+        if index == self.broken:
+            raise OSError("the disk is gone")
         self.made += 1
         return super().__getitem__(index)
 
 
-def test_closing_ends_the_threads_without_the_batches_that_wait(corpus):
-    def running():
-        return [t for t in threading.enumerate() if t.name.startswith("grain-prefetch")]
+def prefetching():
+    return {t for t in threading.enumerate() if t.name.startswith("grain-prefetch")}
 
-    sequences = Slow(corpus, 10)
-    dataset = batches.training(sequences, 0, 1, np.arange(1))
-    others = running()
-    ahead = batches.iterate(dataset)
-    next(ahead)
-    own = [thread for thread in running() if thread not in others]
+
+def check_ended(ahead, own, sequences, before):
+    """Asserts that the threads ended, with at most the one sequence that each was at."""
     assert own
-    before = sequences.made
-    ahead.close()
     for thread in own:
         thread.join(timeout=10)
     assert not any(thread.is_alive() for thread in own)
     assert sequences.made <= before + len(own) + 1 < before + batches._AHEAD
     assert list(ahead) == []
+
+
+def test_an_error_in_a_thread_reaches_the_caller_and_ends_all(corpus):
+    sequences, others = Failing(corpus, 10), prefetching()
+    sequences.broken = 2
+    ahead = batches.iterate(batches.evaluation(sequences, 1, np.arange(1)))
+    assert [positions(next(ahead)) for _ in range(2)] == [[0], [1]]
+    own = prefetching() - others
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(ahead)
+    check_ended(ahead, own, sequences, sequences.made)
+
+
+def test_closing_ends_the_threads_without_the_batches_that_wait(corpus):
+    sequences, others = Failing(corpus, 10), prefetching()
+    ahead = batches.iterate(batches.training(sequences, 0, 1, np.arange(1)))
+    next(ahead)
+    own, before = prefetching() - others, sequences.made
+    ahead.close()
+    check_ended(ahead, own, sequences, before)
 
 
 ######################################### In a program ###########################################

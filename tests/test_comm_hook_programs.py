@@ -14,7 +14,7 @@ import pytest
 from absl import flags
 
 import gradaccum
-from absl_apps import bench, bench_flags, bench_hooks, comm_hooks, text_data, train, train_flags
+from absl_apps import bench, bench_flags, bench_hooks, comm_hooks, corpus, train, train_flags
 from gradaccum import hooks
 
 ########################################## Final losses ##########################################
@@ -59,9 +59,11 @@ def loss_fn(params, tokens):
 @functools.cache
 def batches():
     """Tokens of every step, int32 [STEPS, BATCH, CONTEXT + 1]."""
-    text = text_data.load(text_data.find_files([text_data.default_pattern()]), 400_000)
-    rows = [text_data.sample(text, 0, step, BATCH, CONTEXT + 1) for step in range(STEPS)]
-    return np.stack(rows).astype(np.int32) % VOCABULARY
+    files = corpus.find_files([corpus.default_pattern()])
+    options = {"max_bytes": 400_000, "vocab_size": None, "document_end": None}
+    text, _ = corpus.open_corpus(files, **options).read(0, 400_000)
+    starts = np.random.default_rng(0).integers(0, text.size - CONTEXT, (STEPS, BATCH))
+    return text[starts[..., None] + np.arange(CONTEXT + 1)].astype(np.int32) % VOCABULARY
 
 
 @functools.cache
@@ -217,7 +219,7 @@ def test_a_run_with_a_state_in_the_optimizer(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_sharded_run_that_measures_and_compresses_between_replicas(tmp_path, capsys):
     hook = "gradient_noise_scale:decay=0.5,hook=powersgd:rank=2,start_step=2,axis_name=replica"
-    mesh = "--sharding=zero", "--mesh=replica=2,dp=2,mp=2"
+    mesh = "--zero=2", "--mesh=replica=2,dp=2,mp=2"
     found, lines = run(tmp_path, *mesh, f"--comm_hook={hook}")
     printed = capsys.readouterr().out
     assert "one cross-device mean: checked" in printed
@@ -229,7 +231,7 @@ def test_a_sharded_run_that_measures_and_compresses_between_replicas(tmp_path, c
 
 @pytest.mark.slow
 def test_gradients_in_parts_are_scattered_in_float16(tmp_path):
-    found, lines = run(tmp_path, "--sharding=fsdp", "--comm_hook=fp16_compress")
+    found, lines = run(tmp_path, "--zero=3", "--comm_hook=fp16_compress")
     large = [row for row in found["audit"]["collectives"] if row["bytes"] > 1024]
     assert {(row["kind"], row["dtype"]) for row in large} == {
         ("all-gather", "f32"),  # of parameters

@@ -225,15 +225,14 @@ def test_the_plan_of_the_training_step(capsys, tmp_path):
         results["flags"], jax.make_mesh((8,), ("dp",), (jax.sharding.AxisType.Auto,))
     )
     peaks = {
-        k: aot.peak_bytes(program.step(k).lower(program.state, program.tokens).compile())
-        for k in (1, 2, 4, 8)
+        k: aot.peak_bytes(program.step(k).lower(*program.args).compile()) for k in (1, 2, 4, 8)
     }
     fitting = [k for k, peak in peaks.items() if peak <= 400_000]
     assert found["microbatches"] == min(fitting) > 1
     assert found["peak_bytes"] == peaks[found["microbatches"]]
     printed = capsys.readouterr().out
     assert f"--microbatches={found['microbatches']}: the fewest that fit" in printed
-    assert "8 devices, cpu, mesh dp=8; state replicated" in printed
+    assert "8 devices, cpu, mesh dp=8; ZeRO stage 0" in printed
     assert json.loads(path.read_text())["plan"]["memory_limit"] == 400_000
 
 
@@ -241,7 +240,7 @@ def test_the_plan_of_the_training_step(capsys, tmp_path):
     "where", [("--topology=v5e:2x2", "--num_slices=2"), ("--gpu=H100", "--hosts=2")]
 )
 def test_for_devices_that_are_not_here(capsys, where):
-    found = plan_program.plan(parse(*TINY, "--sharding=fsdp", *where))
+    found = plan_program.plan(parse(*TINY, "--zero=3", *where))
     assert found["plan"]["microbatches"] == 1
     sizes = {"replica": 2, "dp": 4} if "topology" in where[0] else {"replica": 2, "dp": 8}
     assert found["mesh"] == sizes

@@ -13,9 +13,9 @@ import profile_worker
 import pytest
 from absl import flags
 
-from absl_apps import train_flags, train_loop
+from absl_apps import train_checks, train_flags, train_profile
 
-ROOT = pathlib.Path(train_loop.__file__).parent.parent
+ROOT = pathlib.Path(train_profile.__file__).parent.parent
 SCOPES = (b"gradaccum/microbatches", b"gradaccum/mean")
 
 
@@ -104,7 +104,7 @@ def test_the_loop_and_the_reduction_carry_their_scopes(taken):
 
 def test_hosts_share_a_session_and_processes_of_one_host_do_not():
     def session(*hosts):
-        return train_loop.Profile("there", range(10, 15), hosts)
+        return train_profile.Profile("there", range(10, 15), hosts)
 
     assert session("a").session == session("a", "b").session == "steps_10_15"
     assert session("a", "a").session == session("a", "b", "a").session == "steps_10_15_process_0"
@@ -133,6 +133,6 @@ def test_steps_that_are_not_taken_are_refused_in_one_line(args, message):
 
 
 def test_the_last_steps_may_be_profiled():
-    assert train_flags.parse_steps(parse("--profile_steps=4:6", "--steps=6").profile_steps) == (
+    assert train_checks.parse_steps(parse("--profile_steps=4:6", "--steps=6").profile_steps) == (
         range(4, 6)
     )

@@ -19,15 +19,17 @@ import numpy as np
 import optax
 import pytest
 from absl import flags
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from absl_apps import meshes, train, train_flags, transformer
+from absl_apps import meshes, optimizers, train, train_flags, transformer
+from absl_apps.train_setup import Setup
+from absl_apps.train_state import describe_state, init_state
+from absl_apps.train_step import make_step
 from gradaccum import audit
 
 TINY = ("--d_model=16", "--n_layer=2", "--n_head=2", "--seq_len=16")
 BATCH = ("--global_batch=16", "--microbatches=2")
-ADAMW = train.make_optimizer("adamw", optax.constant_schedule(0.02))
+ADAMW = optimizers.make_optimizer("adamw", optax.constant_schedule(0.02))
 RUN = (*TINY, *BATCH, "--steps=20", "--learning_rate=0.03")
 
 
@@ -79,40 +81,61 @@ def full_batch():
     return config, *jax.tree.map(np.array, (params, tokens, value_and_grad(params, tokens, config)))
 
 
+def started(params, setup):
+    """The first state, with these parameters, laid out; and how that is."""
+    described = describe_state(setup)
+    state = jax.eval_shape(lambda: init_state(jax.random.key(0), setup))
+    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)._replace(params=params)
+    return jax.device_put(state, jax.tree.map(lambda x: x.sharding, described)), described
+
+
+def batch_of(tokens):
+    return {"tokens": tokens, "mask": np.ones((len(tokens), tokens.shape[1] - 1), bool)}
+
+
 @pytest.mark.parametrize(("devices", "microbatches"), [(8, 2), (2, 4)])
 def test_step_applies_the_full_batch_gradient(full_batch, devices, microbatches):
     config, params, tokens, (loss, grads) = full_batch
-    tx = optax.sgd(1.0)  # the step is then params - gradient
-    mesh = meshes.make({"dp": devices}, f"--mesh=dp={devices}")
-    step = train.make_step(config, mesh, microbatches, tx)
-    state, step_loss = step(train.TrainState(params, tx.init(params)), tokens)
-    np.testing.assert_allclose(step_loss, loss, rtol=1e-5)
+    setup = Setup(config, meshes.make({"dp": devices}, ""), optax.sgd(1.0))
+    state, described = started(params, setup)
+    step = make_step(setup, microbatches, described)  # the step is then params - gradient
+    state, measured = step(state, batch_of(tokens), 0)
+    np.testing.assert_allclose(measured["loss"], loss, rtol=1e-5)
+    norm = optax.tree.norm(grads)
+    np.testing.assert_allclose(measured["gradient_norm"], norm, rtol=1e-4)
     applied = jax.tree.map(lambda before, after: before - np.array(after), params, state.params)
     jax.tree.map(
         lambda a, g: np.testing.assert_allclose(a, g, rtol=1e-4, atol=2e-6), applied, grads
     )
 
 
-@pytest.mark.parametrize("mesh", ["dp=8", "replica=2,dp=4"])
-@pytest.mark.parametrize("sharding", train_flags.SHARDINGS)
-def test_every_sharding_takes_the_same_steps(full_batch, reference_losses, sharding, mesh):
+@pytest.mark.parametrize("mesh", ["dp=8", "replica=2,fsdp=4"])
+@pytest.mark.parametrize("zero", range(4))
+def test_every_stage_takes_the_same_steps(full_batch, reference_losses, zero, mesh):
     config, params, tokens, _ = full_batch
     mesh = meshes.make(meshes.parse(mesh), f"--mesh={mesh}")
-    specs, grad_specs = train.state_specs(sharding, config, ADAMW, mesh)
-    lies = {name: {str(s) for s in jax.tree.leaves(tree)} for name, tree in specs._asdict().items()}
-    whole, both = {str(P())}, {str(P()), str(P("dp")), str(P(None, "dp"))}
-    assert lies["params"] == (both if sharding == "fsdp" else whole)
-    assert lies["opt_state"] == (whole if sharding == "replicated" else both)
-    assert specs.opt_state[1][0].mu == grad_specs  # moments lie as their parameters' gradients
+    setup = Setup(config, mesh, ADAMW, zero)
+    state, described = started(params, setup)
+    lies = {
+        name: {str(x.sharding.spec) for x in jax.tree.leaves(getattr(described, name))}
+        for name in ("params", "opt_state")
+    }
+    axis = mesh.axis_names[-1]
+    whole, both = {str(P())}, {str(P()), str(P(axis)), str(P(None, axis))}
+    assert lies["params"] == (both if zero == 3 else whole)
+    assert lies["opt_state"] == (both if zero else whole)
 
-    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    state = jax.device_put(train.TrainState(params, ADAMW.init(params)), where)
-    step = train.make_step(config, mesh, 2, ADAMW, sharding).lower(state, tokens).compile()
-    audit.assert_one_reduction(step, axis_name=mesh.axis_names, mesh=mesh)
+    tokens = batch_of(tokens)
+    step = make_step(setup, 2, described).lower(state, tokens, np.int32(0)).compile()
+    report = audit.assert_one_reduction(step, axis_name=mesh.axis_names, mesh=mesh)
+    kinds = {row.kind for row in audit.collectives(step, mesh=mesh) if row.bytes > 4096}
+    scattered = {"reduce-scatter"} | ({"all-reduce"} if len(mesh.axis_names) > 1 else set())
+    assert kinds >= ({"all-gather"} if zero else set()), report
+    assert kinds - {"all-gather"} == ({"all-reduce"} if zero < 2 else scattered)
     found = []
-    for _ in range(len(reference_losses)):
-        state, loss = step(state, tokens)  # the state comes out as it went in
-        found.append(float(loss))
+    for call in range(len(reference_losses)):
+        state, measured = step(state, tokens, np.int32(call))  # it comes out as it went in
+        found.append(float(measured["loss"]))
     np.testing.assert_allclose(found, reference_losses, rtol=1e-4)
     assert found[-1] < found[0] - 0.1
 
@@ -121,30 +144,32 @@ def test_every_sharding_takes_the_same_steps(full_batch, reference_losses, shard
 def reference_losses(full_batch):
     """Four steps on one device, without gradaccum."""
     config, params, tokens, _ = full_batch
-    state, found = train.TrainState(params, ADAMW.init(params)), []
+    opt_state, found = ADAMW.init(params), []
     value_and_grad = jax.jit(jax.value_and_grad(transformer.loss), static_argnums=2)
     for _ in range(4):
-        loss, grads = value_and_grad(state.params, tokens, config)
-        updates, opt_state = ADAMW.update(grads, state.opt_state, state.params)
-        state = train.TrainState(optax.apply_updates(state.params, updates), opt_state)
+        loss, grads = value_and_grad(params, tokens, config)
+        updates, opt_state = ADAMW.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
         found.append(float(loss))
     return found
 
 
 def test_schedule_counts_steps():
-    schedule = train.make_schedule(peak=1.0, warmup_steps=4, steps=12)
+    schedule = optimizers.make_schedule(peak=1.0, warmup_steps=4, steps=12)
     rates = [float(schedule(jnp.asarray(step))) for step in range(13)]
     np.testing.assert_allclose(rates[:5], [0.2, 0.4, 0.6, 0.8, 1.0], rtol=1e-6)
     np.testing.assert_allclose(rates[8], (1 + 0.1) / 2, rtol=1e-6)
     np.testing.assert_allclose(rates[12], 0.1, rtol=1e-6)
-    assert float(train.make_schedule(peak=1.0, warmup_steps=0, steps=12)(jnp.asarray(0))) == 1.0
-    defaults = train.make_schedule(peak=1.0, warmup_steps=None, steps=40)
+    assert (
+        float(optimizers.make_schedule(peak=1.0, warmup_steps=0, steps=12)(jnp.asarray(0))) == 1.0
+    )
+    defaults = optimizers.make_schedule(peak=1.0, warmup_steps=None, steps=40)
     np.testing.assert_allclose(defaults(jnp.asarray(4)), 1.0, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(train_flags.LEARNING_RATES))
 def test_every_optimizer_descends(name):
-    tx = train.make_optimizer(name, train.make_schedule(0.05, None, 100))
+    tx = optimizers.make_optimizer(name, optimizers.make_schedule(0.05, None, 100))
 
     @jax.jit
     def descend(x):
@@ -159,10 +184,10 @@ def test_every_optimizer_descends(name):
 
 
 def test_a_sharded_run_is_described(text, workdir, finished, capsys):
-    flags_ = ("--sharding=fsdp", "--mesh=replica=2,dp=4", "--steps=2", f"--workdir={workdir}")
+    flags_ = ("--mesh=replica=2,fsdp=4", "--steps=2", f"--workdir={workdir}")
     run = train.train(parse(*TINY, *BATCH, "--learning_rate=0.03", f"--data={text}", *flags_))
     printed = capsys.readouterr().out
-    assert "mesh: replica=2,dp=4, cpu" in printed
+    assert "mesh: replica=2,fsdp=4, cpu" in printed
     assert f"state: {run['state_bytes']:,} bytes of parameters and optimizer on each" in printed
     assert "one cross-device mean: checked" in printed
     whole = finished[0]["state_bytes"]
@@ -186,7 +211,9 @@ def test_loss_falls_below_the_unigram_entropy(finished):
 def test_another_run_is_not_overwritten(text, workdir):
     workdir.mkdir()
     (workdir / "metrics.jsonl").write_text('{"step": 0}\n')
-    with pytest.raises(SystemExit, match=r"metrics\.jsonl exists, from another run, and is not"):
+    with pytest.raises(
+        SystemExit, match=r"holds metrics\.jsonl but no run\.json: is no run of this"
+    ):
         train.train(parse(*RUN, f"--data={text}", f"--workdir={workdir}"))
     assert (workdir / "metrics.jsonl").read_text() == '{"step": 0}\n'
     assert os.listdir(workdir) == ["metrics.jsonl"]
@@ -227,9 +254,9 @@ def test_auto_where_nothing_fits(text, workdir):
     ("args", "message"),
     [
         (["--mesh=dp"], r"--mesh=dp: 'dp' is not a new axis name=size"),
-        (["--mesh=mp=2"], r"axes mp, but this program splits the batch over dp, or replica and dp"),
-        (["--mesh=dp=4,replica=2"], r"axes dp, replica, but .* write --mesh=dp=8, --mesh=repl"),
-        (["--sharding=zero3"], r"replicated\|zero\|fsdp"),
+        (["--mesh=mp=2"], r"axes mp, but this program splits the batch over dp or fsdp, alone or"),
+        (["--mesh=dp=4,replica=2"], r"axes dp, replica, but .* write --mesh=dp=8, --mesh=fsdp"),
+        (["--zero=4"], r"--zero=4: integer must be .*<= 3|zero.*3"),
         (["--n_head=3"], r"d_model = 128 is not divisible by 2 \* n_head = 2 \* 3 = 6"),
         (["--steps=0"], r"--steps=0"),
         (["--microbatches=-1"], r"--microbatches=-1: is not an integer of at least 1, or auto"),
@@ -263,7 +290,7 @@ def test_bad_flags_are_one_line(args, message):
         (["--mesh=dp=16"], r"--mesh=dp=16: needs 16 devices, found 8"),
         (["--data=/nowhere/*.txt,/nowhere/else"], r"no file matches /nowhere/\*\.txt, /nowhere/el"),
         (["--data=,"], r"no file matches"),
-        (["--max_data_bytes=128"], r"128 bytes are fewer than seq_len \+ 1 = 128 \+ 1 = 129"),
+        (["--max_data_bytes=128"], r"--data: 128 tokens hold 0 whole sequences of --seq_len=128"),
         (["--hbm_gb=1"], r"--hbm_gb=1: is for --microbatches=auto, and --microbatches is 4; give"),
         (["--microbatches=auto"], r"--hbm_gb: a device of kind cpu has no limit of its own; say"),
         (["--microbatches=auto", "--global_batch=30"], r"--global_batch=30: .* 1 \* 8 = 8; the"),
@@ -305,7 +332,7 @@ def test_help_is_grouped_and_complete(capsys):
     shown = capsys.readouterr().out
     assert shown.startswith("The manual.\n")
     assert re.findall(r"^  --(\w+)$", shown, re.M) == grouped
-    assert re.findall(r"^(\w+):$", shown, re.M) == list(train_flags.GROUPS)
+    assert re.findall(r"^([A-Z][\w -]+):$", shown, re.M) == list(train_flags.GROUPS)
     assert "Optimizer steps. Default: 150." in shown
 
 
@@ -360,7 +387,9 @@ def test_the_command_reports(command):
     assert re.search(
         r"final loss: \d\.\d{3} nats a byte, the mean of the last 10 of 20", result.stdout
     )
-    assert re.search(r"files: runs/[\d-]+/metrics\.jsonl runs/[\d-]+/run\.json", result.stdout)
+    assert re.search(
+        r"in runs/[\d-]+: metrics\.jsonl run\.json loss\.png tensorboard/ checkp", result.stdout
+    )
 
 
 @pytest.mark.slow
@@ -368,7 +397,9 @@ def test_the_command_leaves_a_description_of_its_run(command, text):
     workdir = command[1]
     lines = metrics(workdir)
     assert [line["step"] for line in lines] == list(range(20))
-    assert all(set(line) == {"step", "loss", "tokens_per_second"} for line in lines)
+    each = {"step", "loss", "gradient_norm", "learning_rate", "tokens_per_second"}
+    assert all(set(line) - {"eval_loss"} == each for line in lines)
+    assert [line["step"] for line in lines if "eval_loss" in line] == [19]
     assert all(line["tokens_per_second"] > 0 for line in lines)
 
     run = json.loads((workdir / "run.json").read_text())
@@ -377,7 +408,7 @@ def test_the_command_leaves_a_description_of_its_run(command, text):
     assert run["flags"]["microbatches"] == 2
     assert run["flags"]["data"] == [str(text)]
     assert run["versions"]["jax"] == jax.__version__
-    assert run["data"]["bytes"] == os.path.getsize(text)
+    assert run["data"]["tokens"] == os.path.getsize(text)
     assert run["final_loss"] == pytest.approx(np.mean(losses(workdir)[-10:]))
     # Every gradient byte is reduced, and no more than those and a few scalars.
     gradient_bytes = 4 * run["parameters"]

@@ -18,9 +18,11 @@ import numpy as np
 import optax
 import pytest
 from absl import flags
-from jax.sharding import NamedSharding
 
-from absl_apps import meshes, train, train_flags, transformer
+from absl_apps import meshes, optimizers, train, train_flags, transformer
+from absl_apps.train_setup import Setup
+from absl_apps.train_state import TrainState, describe_state, init_state
+from absl_apps.train_step import make_step
 from gradaccum import audit
 
 MESHES = ("dp=4,mp=2", "dp=2,mp=4", "replica=2,dp=2,mp=2", "dp=1,mp=2")
@@ -47,8 +49,8 @@ def first_state(how):
     optimizer, dtype = how
     params = jax.jit(transformer.init, static_argnums=1)(jax.random.key(0), config_of(dtype))
     params = jax.tree.map(lambda x: np.asarray(x).astype(dtype), params)
-    tx = train.make_optimizer(optimizer, optax.constant_schedule(HOW[how]))
-    return train.TrainState(params, tx.init(params)), tx
+    tx = optimizers.make_optimizer(optimizer, optax.constant_schedule(HOW[how]))
+    return params, tx
 
 
 def precision(how):
@@ -63,24 +65,23 @@ def norm(tree):
 def unsharded_run(how):
     """Parameters after ten steps on one device, without gradaccum; losses; norms of gradients."""
     with precision(how):
-        state, tx = first_state(how)
+        params, tx = first_state(how)
 
         @jax.jit
-        def step(state, tokens):
+        def step(params, opt_state, tokens):
             value_and_grad = jax.value_and_grad(transformer.loss)
-            loss, grads = value_and_grad(state.params, tokens, config_of(how[1]))
-            updates, opt_state = tx.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
-            return train.TrainState(params, opt_state), (loss, norm(grads))
+            loss, grads = value_and_grad(params, tokens, config_of(how[1]))
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, (loss, norm(grads))
 
-        found = []
+        found, opt_state = [], tx.init(params)
         for _ in range(STEPS):
-            state, numbers = step(state, make_tokens())
+            params, opt_state, numbers = step(params, opt_state, make_tokens())
             found.append([float(x) for x in numbers])
-        return jax.device_get(state.params), *np.transpose(found)
+        return jax.device_get(params), *np.transpose(found)
 
 
-def state_bytes(state, how, mesh, sharding):
+def state_bytes(params, opt_state, how, mesh, zero):
     """What a device is to hold, from shapes alone: parameters, and moments beside them."""
 
     def bytes_of(path, x, split):
@@ -89,12 +90,12 @@ def state_bytes(state, how, mesh, sharding):
         return x.size // mp // dp * np.dtype(how[1]).itemsize
 
     def total(split):
-        flat, _ = jax.tree_util.tree_flatten_with_path(state.params)
+        flat, _ = jax.tree_util.tree_flatten_with_path(params)
         return sum(bytes_of(path, x, split) for path, x in flat)
 
     moments = {"sgd": 1, "adamw": 2}[how[0]]
-    counts = sum(4 for x in jax.tree.leaves(state.opt_state) if not x.shape)
-    return total(sharding == "fsdp") + moments * total(sharding != "replicated") + counts
+    counts = sum(4 for x in jax.tree.leaves(opt_state) if not x.shape)
+    return total(zero == 3) + moments * total(zero > 0) + counts
 
 
 def assert_shards_close(tree, want, within):
@@ -114,7 +115,7 @@ def assert_shards_close(tree, want, within):
 CASES = helpers.pairwise(
     {
         "mesh": MESHES,
-        "sharding": train_flags.SHARDINGS,
+        "zero": range(4),
         "sequence_parallel": (False, True),
         "how": tuple(HOW),
     }
@@ -125,29 +126,32 @@ CASES = helpers.pairwise(
     "case", CASES, ids=lambda c: "-".join(map(str, (*list(c.values())[:3], *c["how"])))
 )
 def test_ten_steps_are_the_unsharded_runs(case):
-    how, sharding, dtype = case["how"], case["sharding"], case["how"][1]
-    want, losses, _ = unsharded_run(how)
+    how, zero, dtype = case["how"], case["zero"], case["how"][1]
+    want, losses, norms = unsharded_run(how)
     mesh = meshes.make(meshes.parse(case["mesh"]), case["mesh"])
+    tokens = make_tokens()
+    batch = {"tokens": tokens, "mask": np.ones((len(tokens), tokens.shape[1] - 1), bool)}
     with precision(how):
-        state, tx = first_state(how)
-        specs, _ = train.state_specs(sharding, config_of(dtype), tx, mesh)
-        state = jax.device_put(state, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))
+        params, tx = first_state(how)
+        setup = Setup(config_of(dtype), mesh, tx, zero, case["sequence_parallel"])
+        described = describe_state(setup)
+        state = TrainState(params, setup.optimizer().init(params))
+        state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, described))
         held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
-        assert held == state_bytes(state, how, mesh, sharding)
+        assert held == state_bytes(params, state.opt_state, how, mesh, zero)
 
-        options = (sharding, case["sequence_parallel"])
-        step = train.make_step(config_of(dtype), mesh, MICROBATCHES, tx, *options)
-        step = step.lower(state, make_tokens()).compile(compiler_options=helpers.COMPILE_FAST)
+        step = make_step(setup, MICROBATCHES, described).lower(state, batch, np.int32(0))
+        step = step.compile(compiler_options=helpers.COMPILE_FAST)
         found = []
-        for _ in range(STEPS):
-            state, loss = step(state, make_tokens())  # the state comes out as it went in
-            found.append(float(loss))
+        for call in range(STEPS):
+            state, measured = step(state, batch, np.int32(call))  # it comes out as it went in
+            found.append([float(measured[name]) for name in ("loss", "gradient_norm")])
     assert_shards_close(state.params, want, WITHIN[dtype])
-    np.testing.assert_allclose(found, losses, rtol=WITHIN[dtype])
+    np.testing.assert_allclose(found, np.transpose([losses, norms]), rtol=WITHIN[dtype])
     try:
         audit.assert_one_reduction(step, axis_name=meshes.data_axes(mesh), mesh=mesh)
     except AssertionError:
-        if sharding != "fsdp" or not case["sequence_parallel"]:
+        if zero != 3 or not case["sequence_parallel"]:
             raise
         pytest.xfail("audit: gathers over dp and over mp that meet in a product look like a sum")
 
@@ -158,23 +162,23 @@ def test_the_run_compared_learns_and_is_clipped(how):
     params, losses, norms = unsharded_run(how)
     assert losses[-1] < losses[0] - 1
     assert norms[0] > 1.3
-    moved = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), params, first_state(how)[0].params)
+    moved = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), params, first_state(how)[0])
     assert min(jax.tree.leaves(moved)) > 1e-3
 
 
-@pytest.mark.parametrize("sharding", ["replicated", "fsdp"])
+@pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_every_mesh_starts_from_the_same_parameters(mesh, sharding):
+def test_every_mesh_starts_from_the_same_parameters(mesh, zero):
     """Made in full, then cut: no shard repeats another's numbers, nor depends on m (T11)."""
     mesh = meshes.make(meshes.parse(mesh), mesh)
     want, tx = first_state(("sgd", "float32"))
-    specs, _ = train.state_specs(sharding, config_of("float32"), tx, mesh)
+    setup = Setup(config_of("float32"), mesh, tx, zero)
     init = jax.jit(
-        lambda key: train.init_state(key, config_of("float32"), tx),
-        out_shardings=jax.tree.map(lambda s: NamedSharding(mesh, s), specs),
+        lambda key: init_state(key, setup),
+        out_shardings=jax.tree.map(lambda x: x.sharding, describe_state(setup)),
     )
     params = init(jax.random.key(0)).params
-    assert_shards_close(params, want.params, 0.0)
+    assert_shards_close(params, want, 0.0)
     blocks = np.split(np.asarray(params["layers"]["qkv"]), mesh.shape["mp"], axis=-1)
     assert not np.any(blocks[0] == blocks[1])
 
@@ -193,7 +197,7 @@ def parse(*args):
 def test_what_the_program_prints_is_true_of_a_model_axis(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 50)
-    flags_ = ("--mesh=replica=2,dp=2,mp=2", "--sharding=zero", "--sequence_parallel", "--steps=3")
+    flags_ = ("--mesh=replica=2,dp=2,mp=2", "--zero=2", "--sequence_parallel", "--steps=3")
     run = train.train(parse(*flags_, f"--data={text}", f"--workdir={tmp_path / 'run'}"))
     printed = capsys.readouterr().out
     assert "mesh: replica=2,dp=2,mp=2, cpu" in printed
@@ -220,7 +224,7 @@ def test_what_the_program_prints_is_true_of_a_model_axis(tmp_path, capsys):
     [
         (["--mesh=mp=2,dp=4"], r"axes mp, dp, but the model axis mp is to be the last, .* neighb"),
         (["--mesh=replica=2,mp=2,dp=2"], r"axes replica, mp, dp, .* last, .*--mesh=dp=4,mp=2\.$"),
-        (["--mesh=mp=2"], r"axes mp, but this program splits the batch over dp, or replica and dp"),
+        (["--mesh=mp=2"], r"axes mp, but this program splits the batch over dp or fsdp, alone or"),
         (["--mesh=dp=4,tp=2"], r"axes dp, tp, but .* write --mesh=dp=8, .* or --mesh=dp=4,mp=2\."),
         (
             ["--mesh=dp=1,mp=8"],
@@ -228,7 +232,7 @@ def test_what_the_program_prints_is_true_of_a_model_axis(tmp_path, capsys):
         ),
         (
             ["--mesh=dp=1,mp=3", "--n_head=3", "--d_model=18"],
-            r"^train: transformer: the vocabulary of 256 bytes is not divisible by the 3 devices",
+            r"^train: transformer: the vocabulary of 256, held as 256, is not divisible by the 3 ",
         ),
         (["--sequence_parallel"], r"no axis mp to shard .* for example --mesh=dp=4,mp=2\.$"),
         (

@@ -84,20 +84,18 @@ def seed(contender: str, mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
     return step.jitted.lower(*step.shapes)
 
 
-def training(sharding: str, mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
+def training(zero: int, mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
     """The step of absl_apps.train: 2 layers of 64, sgd, 4 microbatches."""
-    config = transformer.Config(64, 2, 2, "bfloat16")
-    tx = optimizers.make_optimizer("sgd", optimizers.make_schedule(0.1, 0, 10))
-    specs, _ = train_state.state_specs(sharding, config, tx, mesh)
-    state = jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
-        jax.eval_shape(lambda: train_state.init_state(jax.random.key(0), config, tx)),
-        specs,
-    )
     axes = meshes.data_axes(mesh)
-    rows = 4 * math.prod(mesh.shape[axis] for axis in axes)
-    tokens = jax.ShapeDtypeStruct((rows, 33), jnp.uint8, sharding=NamedSharding(mesh, P(axes)))
-    return train.make_step(config, mesh, 4, tx, sharding).lower(state, tokens)
+    chosen = {
+        **{"d_model": 64, "n_layer": 2, "n_head": 2, "seq_len": 32, "compute_dtype": "bfloat16"},
+        **{"vocab_size": None, "dropout": 0.0, "remat": "layer", "optimizer": "sgd"},
+        **{"every_k": 1, "zero": zero, "sequence_parallel": False},
+        **{"comm_hook": None, "reduce_dtype": None},
+        "global_batch": 4 * math.prod(mesh.shape[axis] for axis in axes),
+    }
+    program = train_program.describe(chosen, mesh)
+    return program.step(4).lower(*program.args)
 
 
 def layers(overlap: bool, mesh: jax.sharding.Mesh, width: int = 2048) -> jax.stages.Lowered:

@@ -1,0 +1,85 @@
+"""SIGTERM and ctrl-C: heard at once, heeded between two calls of the step, by all processes.
+
+A scheduler that needs its machine sends SIGTERM, and SIGKILL some time after it. Where processes
+are many, JAX tells all of them of a notice to one, and at which call all are to stop.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType, TracebackType
+
+import jax
+from jax.experimental import multihost_utils
+
+
+class Stopped(BaseException):
+    """A signal before there was anything to save; no Exception, as KeyboardInterrupt is none.
+
+    Attributes:
+      signal: its name.
+    """
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.signal = name
+
+
+def exit_code(name: str) -> int:
+    """Return how a program ends that a signal has stopped: as it should, or by its user."""
+    return 0 if name == "SIGTERM" else 128 + signal.SIGINT
+
+
+class Signals:
+    """Hears SIGTERM and SIGINT from its `with` on. A second ctrl-C ends the process as always.
+
+    Until `heeded`, a signal raises `Stopped` where the program is. Of several processes JAX hears
+    SIGTERM itself, from `jax.distributed.initialize` on, and it is heeded after the first call.
+    """
+
+    def __init__(self) -> None:
+        self.heard: str | None = None
+        self._heeds = False
+        self._before: dict[int, object] = {}
+        self._many = jax.distributed.is_initialized()
+
+    def __enter__(self) -> Signals:
+        for number in (signal.SIGINT,) if self._many else (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def heeded(self) -> None:
+        """From now on `asked` is called after every call of the step."""
+        self._heeds = True
+
+    def asked(self, calls: int) -> str | None:
+        """Return the signal to stop for now, if there is one; all processes stop at the same call.
+
+        Args:
+          calls: taken so far; one more than when this was last called.
+        """
+        if self._many:
+            stop = multihost_utils.reached_preemption_sync_point(calls)
+            return self.heard or "SIGTERM" if stop else None
+        return self.heard
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        name = signal.Signals(number).name
+        if self.heard == "SIGINT" == name:
+            raise KeyboardInterrupt
+        self.heard = name
+        if self._many:
+            os.kill(os.getpid(), signal.SIGTERM)  # which JAX hears, and tells the others
+        elif not self._heeds:
+            raise Stopped(name)

@@ -7,7 +7,7 @@ Trains a decoder-only transformer of 0.85 million parameters on the bytes of the
 library for 150 steps, data-parallel over all devices: accelerators where there are any, else
 8 simulated CPU devices. First it prints what its compiled step communicates and checks that this
 is one mean of the gradients. Expected: a final loss near 2.1 nats a byte, where a model of byte
-frequencies alone cannot pass 3.15. EXPECTED
+frequencies alone cannot pass 3.15.
 
 Go on after a stop:  the same command, with a --workdir. What was killed at any point continues from
                    its last checkpoint, and ends with the losses that it would have had, to the last
@@ -34,7 +34,7 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -51,157 +51,150 @@ from absl_apps import (
     train_batches,
     train_checks,
     train_flags,
-    train_loop,
     train_program,
     train_report,
     train_resume,
     train_start,
 )
+from absl_apps.checkpoints import Checkpoints
+from absl_apps.train_loop import Loop, Progress
 from absl_apps.train_profile import Profile
-from absl_apps.train_state import init_state
+from absl_apps.train_state import TrainState, init_state
 from gradaccum import audit
 
 
 def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     """Run the whole program; return what run.json holds at its end."""
     with stopping.Signals() as signals, contextlib.ExitStack() as stack:
-        started = time.monotonic()
-
-        ################# What the user can get wrong, before anything is computed #################
-
-        with errors_in_one_line():
+        began = time.monotonic()
+        with errors_in_one_line():  # what the user can get wrong, before anything is computed
             start = train_start.start(FLAGS)
-        outputs, mesh = start.outputs, start.mesh
-        stack.callback(outputs.close)
+        outputs = stack.enter_context(start.outputs)
         say = functools.partial(print, flush=True) if outputs.writes else lambda _: None
         chosen = flag_parsing.chosen(FLAGS, train_flags.GROUPS)
         with errors_in_one_line():
             checkpoints, saved = train_resume.open_checkpoints(start, FLAGS.keep)
         if checkpoints:
-            stack.callback(checkpoints.close)
-        calls = FLAGS.steps * FLAGS.every_k
-        if saved and saved["progress"]["calls"] >= calls:
+            stack.enter_context(checkpoints)
+        progress = Progress(**saved["progress"]) if saved else Progress()
+        if saved and saved["finished"]:
             say(f"train: {outputs.where}: all {FLAGS.steps} steps are taken already.")
             return outputs.earlier or {}
 
-        ######################### The program: its microbatches, and its state #####################
-
-        microbatches, plan = FLAGS.microbatches, None
-        if microbatches == microbatch_flags.AUTO:
-            with errors_in_one_line():
-                plan = train_program.plan(chosen, mesh, start.memory_limit)
-            # Processes may be allowed a little more or less; all take what fits on each.
-            microbatches = max(map(int, cluster.exchange(str(plan.microbatches))))
-            say(f"--microbatches=auto: {microbatches}, of what was compiled:\n{plan}\n")
-        with errors_in_one_line():  # what the hook refuses
-            program = train_program.describe(chosen, mesh)
-        say(train_report.described(start, program.state, chosen, microbatches))
-
-        ##################### One compilation: the step audited is the step run ####################
-
-        step_fn = program.step(microbatches).lower(*program.args)
-        with errors_in_one_line():
-            cluster.agree_on_program(step_fn)
-        step_fn = step_fn.compile()
-        report = audit.collectives(step_fn, mesh=mesh)
-        say(f"\nwhat one {'call' if FLAGS.every_k > 1 else 'step'} communicates:\n{report}")
-        check_audit(program.setup, step_fn)
-        checked = "one cross-device mean: checked"
-        one = f"one device along {start.along}: no mean"
-        say((one if start.devices == 1 else checked) + "\n")
-
-        ############################ The first state, or the last one saved ########################
-
-        progress = train_loop.Progress()
-        with errors_in_one_line():
-            if saved and checkpoints:
-                progress = train_loop.Progress(**saved["progress"])
-                state = train_resume.restored(program, checkpoints, saved)
-                say(f"goes on from the checkpoint of step {progress.calls // FLAGS.every_k}")
-            else:
-                where = jax.tree.map(lambda x: x.sharding, program.state)
-                init = jax.jit(
-                    functools.partial(init_state, setup=program.setup), out_shardings=where
-                )
-                state = init(jax.random.key(FLAGS.seed))
+        built = build(start, chosen, say)
+        state = first_state(built.program, FLAGS.seed, checkpoints, saved)
+        step = progress.calls // FLAGS.every_k
+        if saved:
+            say(f"goes on from the checkpoint of step {step}\n")
         with errors_in_one_line():
             outputs.resume(saved["metrics_bytes"] if saved else 0)
-            step = progress.calls // FLAGS.every_k
-            run = train_report.run_json(
-                start, program.state, chosen, microbatches, plan, report, step
-            )
+            run = train_report.run_json(start, built, chosen, step)
             outputs.describe(run)
         cluster.exchange("ready")  # the slowest compiler may take longer than a collective waits
 
-        ########################################### The steps ######################################
-
         signals.heeded()
-        evaluate = None
-        if start.data.held_out is not None and FLAGS.eval_every:
-            evaluate = train_batches.evaluation(program, microbatches, start, FLAGS.eval_sequences)
-        loop = train_loop.Loop(
-            step=step_fn,
-            batches=functools.partial(train_batches.training, program, start, FLAGS.seed),
-            evaluate=evaluate,
-            steps=FLAGS.steps,
-            every_k=FLAGS.every_k,
-            eval_every=FLAGS.eval_every,
-            checkpoint_every=FLAGS.checkpoint_every,
-            skips=FLAGS.on_nonfinite == "skip",
-            rates=np.asarray(jax.vmap(train_program.schedule(chosen))(np.arange(FLAGS.steps))),
-            tokens=FLAGS.global_batch * FLAGS.seq_len,
-            outputs=outputs,
-            checkpoints=checkpoints,
-            signals=signals,
-            profile=profile_of(start, FLAGS.profile_steps),
-            facts={"mesh": dict(mesh.shape)},
-            saved=progress.calls if saved else None,
-        )
-        with errors_with_remedy(loop, FLAGS.every_k):
+        loop = loop_of(FLAGS, start, built, checkpoints, saved, signals)
+        with errors_of_the_disk(loop):
             state, progress, measured, stopped = loop.run(state, progress)
         if stopped:
-            at = f"step {progress.calls // FLAGS.every_k}"
-            at += f", call {rest}" if (rest := progress.calls % FLAGS.every_k) else ""
-            kept = (
-                "saved: the same command goes on" if checkpoints else "nothing is saved (--keep=0)"
-            )
-            say(f"train: {stopped} at {at} of {FLAGS.steps}; {kept}.")
+            say(train_report.stopped(stopped, progress.calls, FLAGS, bool(checkpoints)))
             sys.exit(stopping.exit_code(stopped))
-
-        ########################################## The end ########################################
 
         with errors_in_one_line():
             run |= {"final_loss": float(np.mean(progress.recent)), **measured}
-            run |= {"skipped": progress.skipped, "seconds": time.monotonic() - started}
-            outputs.describe(run)
+            run |= {"skipped": progress.skipped, "seconds": time.monotonic() - began}
             outputs.chart(run["data"]["unigram_entropy"])
-        unit = train_report.unit(start)
-        say(
-            f"final loss: {run['final_loss']:.3f} nats a {unit}, the mean of the last "
-            f"{len(progress.recent)} of {FLAGS.steps} steps\n"
-            f"{unit}-unigram entropy: {run['data']['unigram_entropy']:.3f} nats a {unit}\n"
-            f"{comm_hooks.told(measured)}"
-            f"took {run['seconds']:.0f} s; in {outputs.workdir}: metrics.jsonl run.json loss.png "
-            f"tensorboard/{' checkpoints/' if checkpoints else ''}"
-            f"{loop.profile.told() if loop.profile else ''}"
-        )
+            outputs.describe(run)
+        profiled = loop.profile.told() if loop.profile else ""
+        say(train_report.ended(start, run, measured, len(progress.recent)) + profiled)
         return run
 
 
 ############################################# Parts ##############################################
 
 
-def check_audit(setup: Any, compiled: Any) -> None:
-    """Raise AssertionError unless the compiled step is one cross-device mean."""
+def build(
+    start: train_start.Start, chosen: Mapping[str, Any], say: Callable[[str], None]
+) -> train_report.Built:
+    """Compile the step once, say what it communicates, and check that it is what will be run."""
+    microbatches, plan = chosen["microbatches"], None
+    if microbatches == microbatch_flags.AUTO:
+        with errors_in_one_line():
+            plan = train_program.plan(chosen, start.mesh, start.memory_limit)
+        # Processes may be allowed a little more or less; all take what fits on each.
+        microbatches = max(map(int, cluster.exchange(str(plan.microbatches))))
+        say(f"--microbatches=auto: {microbatches}, of what was compiled:\n{plan}\n")
+    with errors_in_one_line():  # what the hook refuses
+        program = train_program.describe(chosen, start.mesh)
+    say(train_report.described(start, program.state, chosen, microbatches))
+
+    lowered = program.step(microbatches).lower(*program.args)
+    with errors_in_one_line():
+        cluster.agree_on_program(lowered)
+    step = lowered.compile()
+    report = audit.collectives(step, mesh=start.mesh)
+    setup = program.setup
+    say(f"\nwhat one {'call' if setup.every_k > 1 else 'step'} communicates:\n{report}")
     branch = setup.every_k > 1 or comm_hooks.in_branch(setup.comm_hook)
     for axes in comm_hooks.audited_axes(setup.comm_hook, setup.data_axes):
-        audit.assert_one_reduction(compiled, axis_name=axes, mesh=setup.mesh, conditional=branch)
+        audit.assert_one_reduction(step, axis_name=axes, mesh=start.mesh, conditional=branch)
+    one = f"one device along {start.along}: no mean"
+    say((one if start.devices == 1 else "one cross-device mean: checked") + "\n")
+    return train_report.Built(program, microbatches, plan, step, report)
 
 
-def profile_of(start: train_start.Start, steps: str | None) -> Profile | None:
-    if not steps:
-        return None
-    return Profile(start.outputs.profile_path, train_checks.parse_steps(steps), start.hosts)
+def first_state(
+    program: train_program.Program,
+    seed: int,
+    checkpoints: Checkpoints | None,
+    saved: Mapping[str, Any] | None,
+) -> TrainState:
+    """Return the state that was saved last, or a new one, on the devices."""
+    with errors_in_one_line():
+        if saved and checkpoints:
+            return train_resume.restored(program, checkpoints, saved)
+        where = jax.tree.map(lambda x: x.sharding, program.state)
+        init = functools.partial(init_state, setup=program.setup)
+        return jax.jit(init, out_shardings=where)(jax.random.key(seed))
+
+
+def loop_of(
+    FLAGS: flags.FlagValues,  # noqa: N803
+    start: train_start.Start,
+    built: train_report.Built,
+    checkpoints: Checkpoints | None,
+    saved: Mapping[str, Any] | None,
+    signals: stopping.Signals,
+) -> Loop:
+    """Return the loop over what was built."""
+    program, outputs = built.program, start.outputs
+    evaluate, profile = None, None
+    if start.data.held_out is not None and FLAGS.eval_every:
+        evaluate = train_batches.evaluation(
+            program, built.microbatches, start, FLAGS.eval_sequences
+        )
+    if FLAGS.profile_steps:
+        steps = train_checks.parse_steps(FLAGS.profile_steps)
+        profile = Profile(outputs.profile_path, steps, start.hosts)
+    schedule = train_program.schedule(flag_parsing.chosen(FLAGS, train_flags.GROUPS))
+    return Loop(
+        step=built.step,
+        batches=functools.partial(train_batches.training, program, start, FLAGS.seed),
+        evaluate=evaluate,
+        steps=FLAGS.steps,
+        every_k=FLAGS.every_k,
+        eval_every=FLAGS.eval_every,
+        checkpoint_every=FLAGS.checkpoint_every,
+        skips=FLAGS.on_nonfinite == "skip",
+        rates=np.asarray(jax.vmap(schedule)(np.arange(FLAGS.steps))),
+        tokens=FLAGS.global_batch * FLAGS.seq_len,
+        outputs=outputs,
+        checkpoints=checkpoints,
+        signals=signals,
+        profile=profile,
+        facts={"mesh": dict(start.mesh.shape)},
+        saved=saved["progress"]["calls"] if saved else None,
+    )
 
 
 ############################################# Errors #############################################
@@ -218,7 +211,7 @@ def errors_in_one_line() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def errors_with_remedy(loop: train_loop.Loop, every_k: int) -> Iterator[None]:
+def errors_of_the_disk(loop: Loop) -> Iterator[None]:
     """Exit with the message of what could not be written, and what is left: in this process alone.
 
     Others may be in the middle of a step, and end with it.
@@ -226,13 +219,7 @@ def errors_with_remedy(loop: train_loop.Loop, every_k: int) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        kept = loop.saved
-        left = (
-            "no checkpoint yet"
-            if kept is None
-            else f"the last checkpoint is of step {kept // every_k}"
-        )
-        sys.exit(f"train: {error} ({left}; the same command goes on from it.)")
+        sys.exit(f"train: {error}")
 
 
 def main(argv: list[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ def rows_of(program: train_program.Program) -> tuple[int, np.ndarray]:
 
 def training(
     program: train_program.Program, start: train_start.Start, seed: int, call: int
-) -> Iterator[dict[str, jax.Array]]:
+) -> Generator[dict[str, jax.Array], None, None]:
     """Yield the batches of a run from a call on."""
     made = batches.iterate(batches.training(start.data.train, seed, *rows_of(program)), call)
     with contextlib.closing(made):

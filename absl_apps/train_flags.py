@@ -16,11 +16,11 @@ from absl_apps import (
     comm_hooks,
     flag_parsing,
     microbatch_flags,
+    optimizer_flags,
     train_checks,
     transformer,
 )
 from absl_apps.meshes import DATA_AXIS, FSDP_AXIS, MODEL_AXIS, REPLICA_AXIS
-from absl_apps.optimizers import LEARNING_RATES, SCHEDULES
 
 # The order of --help; a test keeps it complete.
 GROUPS = {
@@ -28,14 +28,7 @@ GROUPS = {
     "Held-out data": ("eval_data", "eval_fraction", "eval_every", "eval_sequences"),
     "Model": ("d_model", "n_layer", "n_head", "seq_len", "dropout", "compute_dtype", "remat"),
     "Steps": ("steps", "global_batch", "every_k", "microbatches", "hbm_gb", "on_nonfinite"),
-    "Optimizer": (
-        "optimizer",
-        "learning_rate",
-        "schedule",
-        "warmup_steps",
-        "weight_decay",
-        "clip_norm",
-    ),
+    "Optimizer": optimizer_flags.FLAGS,
     "Devices and communication": (
         "mesh",
         "zero",
@@ -65,6 +58,7 @@ def define(values: flags.FlagValues) -> None:
     _define_data(values)
     _define_model(values)
     _define_steps(values)
+    optimizer_flags.define(values)
     _define_devices(values)
     cluster.define(values)
     _define_output(values)
@@ -166,52 +160,6 @@ def _define_steps(values: flags.FlagValues) -> None:
         "optimizer as they were, or stop with a checkpoint of them. Ten in a row stop the run.",
         flag_values=values,
     )
-    flags.DEFINE_enum(
-        "optimizer",
-        "adamw",
-        sorted(LEARNING_RATES),
-        "Optax optimizer, with optax's defaults but for adamw's b2=0.95 and sgd's momentum=0.9.",
-        flag_values=values,
-    )
-    flags.DEFINE_float(
-        "learning_rate",
-        None,
-        "Peak learning rate. Default: "
-        + ", ".join(f"{rate:g} for {name}" for name, rate in LEARNING_RATES.items())
-        + ".",
-        lower_bound=0.0,
-        flag_values=values,
-    )
-    flags.DEFINE_enum(
-        "schedule",
-        SCHEDULES[0],
-        SCHEDULES,
-        "Learning rate after the warmup: a cosine or a line to a tenth of the peak at the last "
-        "step, or the peak.",
-        flag_values=values,
-    )
-    _integer(
-        values,
-        "warmup_steps",
-        None,
-        "Optimizer steps (not microbatches) of linear warmup, from peak / (warmup_steps + 1). "
-        "Default: a tenth of --steps.",
-        0,
-    )
-    flags.DEFINE_float(
-        "weight_decay",
-        None,
-        "Weight decay of adamw (default 0.0001) and lion (default 0.001).",
-        lower_bound=0.0,
-        flag_values=values,
-    )
-    flags.DEFINE_float(
-        "clip_norm",
-        1.0,
-        "Global norm to which a step's mean gradient is clipped; 0: not at all.",
-        lower_bound=0.0,
-        flag_values=values,
-    )
 
 
 def _define_devices(values: flags.FlagValues) -> None:
@@ -284,7 +232,7 @@ def _define_output(values: flags.FlagValues) -> None:
         "Steps between checkpoints, beside those at the end and at SIGTERM; 0: none but these.",
         0,
     )
-    _integer(values, "keep", 3, "Checkpoints to keep, the newest.")
+    _integer(values, "keep", 3, "Checkpoints to keep, the newest; 0: none is written.", 0)
     flags.DEFINE_string(
         "profile_steps",
         None,

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from absl_apps.train_profile import Profile
 from absl_apps.train_state import TrainState
 
 RECENT = 10  # the final loss is the mean over so many steps: a single step's is noisy
+MEASURED = "loss", "gradient_norm"
 MOST_SKIPPED = 10  # in a row: from there on nothing would change
 
 
@@ -39,10 +40,10 @@ class Progress:
     in_a_row: int = 0
     recent: Sequence[float] = ()
 
-    def after(self, calls: int, loss: float, good: bool) -> Progress:
+    def after(self, loss: float, good: bool) -> Progress:
         if not good:
-            return Progress(calls, self.skipped + 1, self.in_a_row + 1, self.recent)
-        return Progress(calls, self.skipped, 0, [*self.recent, loss][-RECENT:])
+            return Progress(self.calls, self.skipped + 1, self.in_a_row + 1, self.recent)
+        return Progress(self.calls, self.skipped, 0, [*self.recent, loss][-RECENT:])
 
 
 @dataclasses.dataclass
@@ -64,7 +65,7 @@ class Loop:
     """
 
     step: Callable[..., Any]
-    batches: Callable[[int], Iterator[Any]]
+    batches: Callable[[int], Generator[Any, None, None]]
     evaluate: Callable[[Any], float] | None
     steps: int
     every_k: int
@@ -89,85 +90,78 @@ class Loop:
 
         Returns:
           The last state and progress, what the hook measured last, and the signal that has stopped
-          the run, None at its end. Then the state is saved.
+          the run, None at its end. All is saved then.
 
         Raises:
           ValueError: what is written cannot be.
           SystemExit: at a loss or gradient that is not finite, by `skips`.
         """
-        calls = self.steps * self.every_k
-        shown = self.outputs.writes
-        # disable=None: the bar shows on a terminal only.
-        bar = tqdm.tqdm(
-            total=self.steps,
-            initial=progress.calls // self.every_k,
-            unit="step",
-            disable=None if shown else True,
-        )
-        hooked: dict[str, float] = {}
-        with contextlib.ExitStack() as stack:  # a run that ends early writes its profile too
-            stack.enter_context(contextlib.closing(bar))
-            trace = stack.enter_context(contextlib.ExitStack())
-            batches = self.batches(progress.calls)
-            stack.callback(getattr(batches, "close", lambda: None))
-            batch = next(batches)
-            started = time.monotonic()
+        calls, stopped = self.steps * self.every_k, None
+        with contextlib.ExitStack() as stack:
+            bar = stack.enter_context(self._bar(progress))
+            batches = stack.enter_context(contextlib.closing(self.batches(progress.calls)))
+            if self.profile:
+                stack.callback(self.profile.stop)  # a run that ends early writes it too
+            batch, started = next(batches), time.monotonic()
             for call in range(progress.calls, calls):
                 step, part = divmod(call, self.every_k)
+                ends = part + 1 == self.every_k
                 if self.profile and part == 0 and step == self.profile.steps.start:
-                    trace.enter_context(self.profile.trace())
+                    self.profile.start()
                     started = time.monotonic()  # no step's time
                 with jax.profiler.StepTraceAnnotation("train", step_num=step):
                     state, measured = self.step(state, batch, np.int32(call))
                     # The devices work by themselves now: place the next batch, then ask.
-                    if call + 1 < calls:
-                        batch = next(batches)
-                    if part + 1 == self.every_k:
-                        loss, norm = float(measured["loss"]), float(measured["gradient_norm"])
+                    batch = next(batches) if call + 1 < calls else None
+                    if ends:
+                        measured = {name: float(measured[name]) for name in MEASURED}
                 progress = dataclasses.replace(progress, calls=call + 1)
-                if part + 1 == self.every_k:
+                if ends:
                     seconds = time.monotonic() - started
                     if self.profile and step + 1 == self.profile.steps.stop:
-                        trace.close()
-                    good = math.isfinite(loss) and math.isfinite(norm)
-                    if not good and not self.skips:
-                        trace.close()
-                        self._stop(step, loss, norm, state, progress)
-                    rate = float(self.rates[step - progress.skipped])
-                    progress = progress.after(call + 1, loss, good)
-                    hooked = comm_hooks.measured(state)
-                    metrics = {
-                        "loss": loss,
-                        "gradient_norm": norm,
-                        "learning_rate": rate,
-                        **hooked,
-                        "tokens_per_second": self.tokens / seconds,
-                    }
-                    self._finish(step, metrics, state, progress, bar)
+                        self.profile.stop()
+                    progress = self._finish(step, measured, seconds, state, progress, bar)
                     started = time.monotonic()
-                stopped = self.signals.asked(call + 1)
+                stopped = self.signals.asked(call + 1) if call + 1 < calls else None
                 if stopped:
-                    trace.close()
                     self.save(state, progress)
-                    return state, progress, hooked, stopped
-        return state, progress, hooked, None
+                    break
+        return state, progress, comm_hooks.measured(state), stopped
+
+    def _bar(self, progress: Progress) -> tqdm.tqdm[Any]:
+        return tqdm.tqdm(
+            total=self.steps,
+            initial=progress.calls // self.every_k,
+            unit="step",
+            disable=None if self.outputs.writes else True,  # None: unless it is on a terminal
+        )
 
     def _finish(
         self,
         step: int,
-        metrics: dict[str, Any],
+        measured: dict[str, float],
+        seconds: float,
         state: TrainState,
         progress: Progress,
         bar: tqdm.tqdm[Any],
-    ) -> None:
-        """Logs a step, evaluates after it, and saves it, where that is due."""
+    ) -> Progress:
+        """Logs a step, evaluates after it and saves it, where that is due."""
+        bad = [name for name, x in measured.items() if not math.isfinite(x)]
+        why = f"its {bad[0].replace('_', ' ')} is {measured[bad[0]]}" if bad else ""
+        if bad and not self.skips:
+            self._stop(step, why, state, progress)
+        metrics: dict[str, Any] = {
+            **measured,
+            "learning_rate": float(self.rates[step - progress.skipped]),
+            **comm_hooks.measured(state),
+            "tokens_per_second": self.tokens / seconds,
+        }
+        progress = progress.after(measured["loss"], not bad)
         last = step + 1 == self.steps
-        due = self.eval_every and ((step + 1) % self.eval_every == 0 or last)
-        if self.evaluate and due:
+        if self.evaluate and (last or (step + 1) % self.eval_every == 0):
             metrics["eval_loss"] = self.evaluate(state.params)
-        if progress.in_a_row:
+        if bad:
             metrics["skipped"] = True
-            why = _what(metrics["loss"], metrics["gradient_norm"])
             self._say(bar, f"train: step {step} is skipped: {why}.")
         self.outputs.log(step=step, **metrics)
         shown = {name: f"{x:.3f}" for name, x in metrics.items() if name.endswith("loss")}
@@ -176,21 +170,20 @@ class Loop:
         if progress.in_a_row == MOST_SKIPPED:
             self.save(state, progress)
             self._exit(
-                f"train: steps {step + 1 - MOST_SKIPPED} to {step} are not finite, {MOST_SKIPPED} "
-                f"in a row (the last: {why}); lower --learning_rate, in a --workdir of its own."
+                f"steps {step + 1 - MOST_SKIPPED} to {step} are not finite, {MOST_SKIPPED} in a "
+                f"row (of the last, {why}); lower --learning_rate, in a --workdir of its own."
             )
         if last or (self.checkpoint_every and (step + 1) % self.checkpoint_every == 0):
             self.save(state, progress, wait=last)
+        return progress
 
-    def _stop(
-        self, step: int, loss: float, norm: float, state: TrainState, progress: Progress
-    ) -> None:
+    def _stop(self, step: int, why: str, state: TrainState, progress: Progress) -> None:
         """Ends the run at a step that is not finite, with the state before it saved."""
         self.save(state, dataclasses.replace(progress, calls=step * self.every_k))
-        kept = "" if self.checkpoints is None else f" The state before it is kept, step {step}'s:"
+        kept = " The state before it is saved: --on_nonfinite=skip goes on from there, without it."
         self._exit(
-            f"train: {_what(loss, norm)} at step {step}; lower --learning_rate, in a --workdir of "
-            f"its own.{kept}" + ("" if not kept else " --on_nonfinite=skip goes on from there.")
+            f"step {step} is not finite: {why}; lower --learning_rate, in a --workdir of its "
+            f"own.{kept if self.checkpoints else ''}"
         )
 
     def save(self, state: TrainState, progress: Progress, wait: bool = True) -> None:
@@ -210,9 +203,7 @@ class Loop:
             bar.write(text, file=sys.stderr)
 
     def _exit(self, text: str) -> None:
+        if self.profile:
+            self.profile.stop()
         cluster.exchange("stopped")  # no process ends while another writes its profile
-        sys.exit(text)
-
-
-def _what(loss: float, norm: float) -> str:
-    return f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
+        sys.exit(f"train: {text}")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Profile:
     """Which steps to profile, and where to.
 
@@ -22,6 +21,7 @@ class Profile:
     directory: str
     steps: range
     hosts: Sequence[str]  # by process
+    running: bool = False
 
     @property
     def session(self) -> str:
@@ -29,14 +29,16 @@ class Profile:
         alone = len(set(self.hosts)) == len(self.hosts)
         return name if alone else f"{name}_process_{jax.process_index()}"
 
-    @contextlib.contextmanager
-    def trace(self) -> Iterator[None]:
+    def start(self) -> None:
         options = jax.profiler.ProfileOptions()
         options.session_id = self.session
         jax.profiler.start_trace(self.directory, profiler_options=options)
-        try:
-            yield
-        finally:
+        self.running = True
+
+    def stop(self) -> None:
+        """Write it, if it has begun and is not written."""
+        if self.running:
+            self.running = False
             jax.profiler.stop_trace()
 
     def told(self) -> str:

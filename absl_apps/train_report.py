@@ -9,11 +9,31 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from absl import flags
 
-from absl_apps import run_files, transformer
+from absl_apps import comm_hooks, run_files, train_program, transformer
 from absl_apps.train_start import Start
 from absl_apps.train_state import TrainState
 from gradaccum import aot, audit
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """A step that is compiled.
+
+    Attributes:
+      program: what it computes.
+      microbatches: of a call on each device.
+      plan: how they were found, if they were not given.
+      step: (state, batch, call) -> (state, measured).
+      report: what it communicates.
+    """
+
+    program: train_program.Program
+    microbatches: int
+    plan: aot.Plan | None
+    step: Any
+    report: audit.Report
 
 
 def state_bytes(state: TrainState) -> int:
@@ -53,21 +73,15 @@ def described(start: Start, state: TrainState, chosen: Mapping[str, Any], microb
     )
 
 
-def run_json(
-    start: Start,
-    state: TrainState,
-    chosen: Mapping[str, Any],
-    microbatches: int,
-    plan: aot.Plan | None,
-    report: audit.Report,
-    step: int,
-) -> dict[str, Any]:
+def run_json(start: Start, built: Built, chosen: Mapping[str, Any], step: int) -> dict[str, Any]:
     """Return what run.json holds from before the first step on.
 
     Args:
+      start, built: of the run.
+      chosen: its flags.
       step: the first that is to be taken now.
-      start, state, chosen, microbatches, plan, report: of the run.
     """
+    state, plan, report = built.program.state, built.plan, built.report
     corpus = start.data.corpus
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     facts = run_files.environment(start.mesh)
@@ -78,7 +92,7 @@ def run_json(
         "starts": [*earlier, {"step": step, "time": now, "commit": facts.get("commit")}],
         "mesh": dict(start.mesh.shape),
         "processes": jax.process_count(),
-        "microbatches": microbatches,
+        "microbatches": built.microbatches,
         "plan": plan and dataclasses.asdict(plan),
         "parameters": transformer.size(state.params),
         "state_bytes": state_bytes(state),  # of each device
@@ -95,3 +109,38 @@ def run_json(
             "collectives": [dataclasses.asdict(row) for row in report],
         },
     }
+
+
+def stopped(
+    signal: str,
+    calls: int,
+    FLAGS: flags.FlagValues,  # noqa: N803
+    saved: bool,
+) -> str:
+    """Return the line of a run that a signal has stopped after some calls."""
+    step, rest = divmod(calls, FLAGS.every_k)
+    at = f"step {step}" + (f", call {rest} of {FLAGS.every_k}" if rest else "")
+    kept = "saved: the same command goes on" if saved else "nothing is saved (--keep=0)"
+    return f"train: {signal} at {at} of {FLAGS.steps}; {kept}."
+
+
+def ended(start: Start, run: Mapping[str, Any], measured: Mapping[str, float], recent: int) -> str:
+    """Return the lines at the end of a run.
+
+    Args:
+      start: of the run.
+      run: what run.json holds.
+      measured: by the hook.
+      recent: steps that the final loss is the mean of.
+    """
+    of, flags = unit(start), run["flags"]
+    left = ["metrics.jsonl", "run.json", "loss.png", "tensorboard/"]
+    left += ["checkpoints/"] if flags["keep"] else []
+    skipped = f"skipped: {run['skipped']} steps that were not finite\n" if run["skipped"] else ""
+    return (
+        f"final loss: {run['final_loss']:.3f} nats a {of}, the mean of the last {recent} of "
+        f"{flags['steps']} steps\n"
+        f"{of}-unigram entropy: {run['data']['unigram_entropy']:.3f} nats a {of}\n"
+        f"{skipped}{comm_hooks.told(measured)}"
+        f"took {run['seconds']:.0f} s; in {start.outputs.workdir}: {' '.join(left)}"
+    )

@@ -15,6 +15,8 @@ def open_checkpoints(
 ) -> tuple[Checkpoints | None, dict[str, Any] | None]:
     """Return the run's checkpoints, and what process 0 reads beside the arrays of the newest.
 
+    That is the facts that the loop saves, and whether the run is "finished".
+
     Raises:
       ValueError: in all processes, where the newest is not whole.
     """
@@ -24,7 +26,8 @@ def open_checkpoints(
     with cluster.failing_together():
         checkpoints = Checkpoints(outputs.checkpoints_path, keep=keep)
         if outputs.writes and (latest := checkpoints.latest()) is not None:
-            found = checkpoints.facts(latest)
+            finished = "final_loss" in (outputs.earlier or {})
+            found = {**checkpoints.facts(latest), "finished": finished}
     return checkpoints, json.loads(cluster.exchange(json.dumps(found))[0])
 
 

@@ -40,7 +40,7 @@ def take(directory, losses, profiled, steps):
     outputs = run_files.RunFiles(str(directory))
     loop = train_loop.Loop(
         step=lambda state, batch, call: (state, {"loss": losses[batch], "gradient_norm": 1.0}),
-        batches=lambda call: iter(range(call, steps)),
+        batches=lambda call: (x for x in range(call, steps)),
         evaluate=None,
         steps=steps,
         every_k=1,

@@ -75,7 +75,7 @@ def test_the_profile_holds_the_steps_asked_for(taken, case):
 
 def test_a_run_cut_short_leaves_its_profile(taken):
     directory, returned = taken
-    assert "the loss is nan at step 2" in returned["cut short"]
+    assert "step 2 is not finite: its loss is nan" in returned["cut short"]
     assert steps_in(trace_of(directory / "cut short")) == [1, 2]
 
 
@@ -95,7 +95,6 @@ def test_the_loop_and_the_reduction_carry_their_scopes(taken):
     assert ran == {"jit_step"}
     assert all(scope in path.read_bytes() for scope in SCOPES)
     assert not any(scope in trace_of(directory / "last").read_bytes() for scope in SCOPES)
-    assert {p.name for p in workdir.iterdir()} == {"metrics.jsonl", "run.json", "profile"}
     assert (
         f"\nprofile of steps 1 to 2: {workdir}/profile; to see it: "
         f"pip install xprof && xprof --logdir='{workdir}/profile'\n"

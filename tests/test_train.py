@@ -167,7 +167,7 @@ def test_schedule_counts_steps():
     np.testing.assert_allclose(defaults(jnp.asarray(4)), 1.0, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(train_flags.LEARNING_RATES))
+@pytest.mark.parametrize("name", sorted(optimizers.LEARNING_RATES))
 def test_every_optimizer_descends(name):
     tx = optimizers.make_optimizer(name, optimizers.make_schedule(0.05, None, 100))
 
@@ -309,7 +309,7 @@ def test_mistakes_are_one_line_before_anything_is_computed(args, message, workdi
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(text, workdir):
     unstable = ("--optimizer=sgd", "--learning_rate=1e38", "--mesh=dp=1", "--compute_dtype=float32")
     files = f"--data={text}", f"--workdir={workdir}"
-    with pytest.raises(SystemExit, match=r"the loss is (nan|inf) at step 1; lower --learning_rate"):
+    with pytest.raises(SystemExit, match=r"step 1 is not finite: its loss is (nan|inf); lower --l"):
         train.train(parse(*RUN, *unstable, *files))
     assert len(losses(workdir)) == 1
 
@@ -333,7 +333,7 @@ def test_help_is_grouped_and_complete(capsys):
     assert shown.startswith("The manual.\n")
     assert re.findall(r"^  --(\w+)$", shown, re.M) == grouped
     assert re.findall(r"^([A-Z][\w -]+):$", shown, re.M) == list(train_flags.GROUPS)
-    assert "Optimizer steps. Default: 150." in shown
+    assert "Optimizer steps. All other counts of steps are of these too. Default: 150." in shown
 
 
 def test_flagfile(tmp_path):

@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradaccum
-from absl_apps import bench_steps, meshes, optimizers, train, train_state, transformer
+from absl_apps import bench_steps, meshes, train_program
 from absl_apps.bench_problem import Problem
 from gradaccum import aot
 
@@ -88,10 +88,20 @@ def training(zero: int, mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
     """The step of absl_apps.train: 2 layers of 64, sgd, 4 microbatches."""
     axes = meshes.data_axes(mesh)
     chosen = {
-        **{"d_model": 64, "n_layer": 2, "n_head": 2, "seq_len": 32, "compute_dtype": "bfloat16"},
-        **{"vocab_size": None, "dropout": 0.0, "remat": "layer", "optimizer": "sgd"},
-        **{"every_k": 1, "zero": zero, "sequence_parallel": False},
-        **{"comm_hook": None, "reduce_dtype": None},
+        "d_model": 64,
+        "n_layer": 2,
+        "n_head": 2,
+        "seq_len": 32,
+        "compute_dtype": "bfloat16",
+        "vocab_size": None,
+        "dropout": 0.0,
+        "remat": "layer",
+        "optimizer": "sgd",
+        "every_k": 1,
+        "zero": zero,
+        "sequence_parallel": False,
+        "comm_hook": None,
+        "reduce_dtype": None,
         "global_batch": 4 * math.prod(mesh.shape[axis] for axis in axes),
     }
     program = train_program.describe(chosen, mesh)
@@ -138,8 +148,8 @@ PROGRAMS = {
     for name, program in {
         "seed_naive": functools.partial(seed, "naive"),
         "seed_gradaccum": functools.partial(seed, "gradaccum"),
-        "train": functools.partial(training, "replicated"),
-        "train_fsdp": functools.partial(training, "fsdp"),
+        "train": functools.partial(training, 0),
+        "train_fsdp": functools.partial(training, 3),
     }.items()
 } | {
     "overlap_h100": (functools.partial(layers, True), "h100"),

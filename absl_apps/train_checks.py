@@ -36,6 +36,15 @@ def register(values: flags.FlagValues) -> None:
             name, lambda x: x is None or _valid(lambda: check(x)), flag_values=values
         )
 
+    def written(names: tuple[str, ...], check: Callable[..., object]) -> None:
+        """As `together`, with None for what is not written: a default contradicts nothing."""
+        together(
+            names,
+            lambda **given: check(
+                **{k: None if values[k].using_default_value else x for k, x in given.items()}
+            ),
+        )
+
     alone("mesh", lambda text: check_axes(meshes.parse(text)))
     alone("comm_hook", comm_hooks.parse)
     alone("dropout", check_part)
@@ -44,6 +53,8 @@ def register(values: flags.FlagValues) -> None:
         alone(name, check_finite)
     together(("d_model", "n_layer", "n_head"), transformer.Config)
     together(("vocab_size", "document_end"), check_tokens)
+    written(("eval_data", "eval_fraction", "eval_every"), check_held_out)
+    written(("keep", "checkpoint_every"), check_kept)
     together(("warmup_steps", "steps"), check_warmup)
     together(("profile_steps", "steps"), check_profile)
     together(("microbatches", "hbm_gb"), microbatch_flags.check)
@@ -90,6 +101,31 @@ def check_tokens(vocab_size: int | None, document_end: int | None) -> None:
         raise ValueError(
             f"--document_end={document_end} is none of the tokens 0 to {vocab_size - 1} of "
             f"--vocab_size={vocab_size}."
+        )
+
+
+def check_held_out(
+    eval_data: list[str] | None, eval_fraction: float | None, eval_every: int | None
+) -> None:
+    """Raise ValueError where data is held out twice, or none of which a loss is asked for."""
+    if eval_data and eval_fraction:
+        raise ValueError(
+            f"--eval_fraction={eval_fraction:g} beside --eval_data: of --data nothing is held out "
+            "then; give one of them."
+        )
+    if not eval_data and eval_fraction == 0 and eval_every:
+        raise ValueError(
+            f"--eval_every={eval_every} beside --eval_fraction=0: nothing is held out; leave one "
+            "of them out, or give --eval_data."
+        )
+
+
+def check_kept(keep: int | None, checkpoint_every: int | None) -> None:
+    """Raise ValueError where no checkpoint is to be written, and one every so many steps is."""
+    if keep == 0 and checkpoint_every:
+        raise ValueError(
+            f"--checkpoint_every={checkpoint_every} beside --keep=0: none is written; keep 1 or "
+            "more, or leave it out."
         )
 
 

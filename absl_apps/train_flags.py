@@ -90,7 +90,14 @@ def _define_data(values: flags.FlagValues) -> None:
         0,
     )
     _integer(values, "max_data_bytes", None, "Bytes to use at most, from the start. Default: all.")
-    _integer(values, "seed", 0, "Seed of parameters, dropout and the order of the data.", 0)
+    flags.DEFINE_integer(
+        "seed",
+        0,
+        "Seed of parameters, dropout and the order of the data.",
+        lower_bound=0,
+        upper_bound=2**32 - 1,
+        flag_values=values,
+    )
     flags.DEFINE_multi_string(
         "eval_data",
         None,

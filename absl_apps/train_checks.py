@@ -6,7 +6,6 @@ made at the start of a run. absl_apps.plan and absl_apps.audit make the same one
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from absl_apps import comm_hooks, meshes, microbatch_flags, transformer
 from absl_apps.meshes import DATA_AXIS, FSDP_AXIS, MODEL_AXIS, REPLICA_AXIS
 
 _TOKENS = 1 << 16  # that uint16 holds
+_LARGEST = (2 - 2**-23) * 2.0**127  # that float32 holds
 _WRITE = (
     f"write --mesh={DATA_AXIS}=8, --mesh={FSDP_AXIS}=8, --mesh={REPLICA_AXIS}=2,{FSDP_AXIS}=4 or "
     f"--mesh={DATA_AXIS}=4,{MODEL_AXIS}=2."
@@ -75,9 +75,9 @@ def _valid(check: Callable[[], object]) -> bool:
 
 
 def check_finite(x: float) -> None:
-    """Raise ValueError at infinity and NaN, which no lower bound stops."""
-    if not math.isfinite(x):
-        raise ValueError("must be finite.")
+    """Raise ValueError at NaN, and at what is infinite in float32, which no lower bound stops."""
+    if not abs(x) <= _LARGEST:
+        raise ValueError("must be finite, in float32.")
 
 
 def check_part(part: float) -> None:

@@ -47,10 +47,11 @@ REFUSED = [
     (["--dropout=nan"], "nan is no part of a whole"),
     (["--eval_fraction=1"], "--eval_fraction=1.0: 1 is no part of a whole"),
     (["--eval_fraction=-0.5"], "-0.5 is no part of a whole"),
-    (["--learning_rate=inf"], "--learning_rate=inf: must be finite."),
+    (["--learning_rate=inf"], "--learning_rate=inf: must be finite, in float32."),
+    (["--learning_rate=3.5e38"], "--learning_rate=3.5e+38: must be finite, in float32."),
     (["--learning_rate=-1"], "--learning_rate=-1: -1.0 is not a non-negative number"),
-    (["--weight_decay=nan"], "--weight_decay=nan: must be finite."),
-    (["--clip_norm=inf"], "--clip_norm=inf: must be finite."),
+    (["--weight_decay=nan"], "--weight_decay=nan: must be finite, in float32."),
+    (["--clip_norm=inf"], "--clip_norm=inf: must be finite, in float32."),
     (["--clip_norm=-1"], "--clip_norm=-1: -1.0 is not a non-negative number"),
     (["--optimizer=sgd", "--weight_decay=0.1"], "=0.1: sgd has none; take adamw or lion."),
     (["--n_layer=0"], "--n_layer=0"),
@@ -58,10 +59,7 @@ REFUSED = [
     # Tokens.
     (["--vocab_size=65537"], "--vocab_size=65537: token files are of uint16, which holds 65536 t"),
     (["--document_end=5"], "--document_end=5 is of token files, which need --vocab_size; in text"),
-    (
-        ["--vocab_size=50257", "--document_end=50257"],
-        "--document_end=50257 is none of the tokens 0 to 50256 of --vocab_size=50257.",
-    ),
+    (["--vocab_size=9", "--document_end=9"], "=9 is none of the tokens 0 to 8 of --vocab_size=9."),
     (["--document_end=-1", "--vocab_size=9"], "--document_end=-1"),
     # What would be ignored.
     (["--eval_data=x", "--eval_fraction=0.5"], "--eval_fraction=0.5 beside --eval_data: of --dat"),
@@ -83,7 +81,6 @@ REFUSED = [
     (["--mesh=fsdp=2,dp=4"], "axes fsdp, dp, but this program splits the batch over dp or fsdp,"),
     (["--mesh=replica=2"], "axes replica, but this program splits the batch"),
     (["--mesh=dp=2,mp=2,replica=2"], "axes dp, mp, replica, but this program splits the batch"),
-    (["--mesh=mp=2,replica=2,fsdp=2"], "the model axis mp is to be the last, so that its devices"),
     (["--zero=0", "--mesh=fsdp=8"], "--zero=0 splits nothing over the axis fsdp; call it dp, or"),
     (["--zero=0", "--mesh=replica=2,fsdp=2,mp=2"], "--zero=0 splits nothing over the axis fsdp"),
     (["--zero=-1"], "--zero=-1"),
@@ -91,10 +88,7 @@ REFUSED = [
     (["--comm_hook="], "'' is no hook; there are allreduce, bf16_compress, fp16_compress, int8_q"),
     (["--comm_hook=noop"], "'noop' takes no mean: time it with absl_apps.bench"),
     (["--comm_hook=powersgd:rank=0"], "rank"),
-    (
-        ["--reduce_dtype=bfloat16", "--comm_hook=allreduce"],
-        "--reduce_dtype=bfloat16 beside --comm_hook=allreduce: the hook says what travels; give on",
-    ),
+    (["--reduce_dtype=bfloat16", "--comm_hook=allreduce"], "=allreduce: the hook says what travel"),
     (
         ["--reduce_dtype=bfloat16", "--every_k=2"],
         "--reduce_dtype=bfloat16 beside --every_k=2: a window's mean is the optimizer's, which a h"
@@ -116,6 +110,7 @@ READ = [
     ["--dropout=0"],
     ["--dropout=0.99"],
     ["--learning_rate=0"],
+    ["--learning_rate=3.4e38"],
     ["--clip_norm=0"],
     ["--weight_decay=0", "--optimizer=sgd"],
     ["--weight_decay=0.1"],
@@ -206,20 +201,14 @@ MISTAKES = [
     # Data.
     (["--vocab_size=8"], "--vocab_size=8: ", "is text, whose vocabulary is the 256 bytes; leave"),
     (["--data={tokens}"], "--vocab_size: ", "give it: 50257 for GPT-2's tokenizer."),
-    (
-        ["--data={tokens}", "--vocab_size=7"],
-        "is 7, not below --vocab_size=7 (the largest near it: 7)",
-    ),
+    (["--data={tokens}", "--vocab_size=7"], "7, not below --vocab_size=7 (the largest near it: 7)"),
     (["--data={tokens},{text}", "--vocab_size=8"], "token files and text cannot be mixed"),
     (["--data={tokens}", "--vocab_size=8", "--eval_data={text}"], "--vocab_size=8: ", "is text,"),
     (["--eval_data={tokens}"], "--vocab_size: ", "holds tokens, and not the size of their vocabu"),
     (["--eval_data=/nowhere"], "--eval_data: no file matches /nowhere."),
     (["--eval_data={none}"], "--eval_data: no byte in "),
     (["--data={none}"], "--data: no byte in "),
-    (
-        ["--data={short}"],
-        "--data: 5 tokens hold 0 whole sequences of --seq_len=16 + 1; give more data, or a smaller",
-    ),
+    (["--data={short}"], "--data: 5 tokens hold 0 whole sequences of --seq_len=16 + 1; give mor"),
     (["--seq_len=1900"], "--data: 1,900 tokens hold 0 whole sequences of --seq_len=1900 + 1; giv"),
     (["--max_data_bytes=16"], "--data: 16 tokens hold 0 whole sequences of --seq_len=16 + 1"),
     (
@@ -237,37 +226,14 @@ MISTAKES = [
         "--eval_data: its 100 tokens are all the first of a document, which nothing predicts; give",
     ),
     # Steps.
-    (
-        ["--every_k=3"],
-        "--global_batch=16: not divisible by every_k * microbatches * devices = 3 * 1 * 8 = 24; th",
-        "the nearest that is: 24.",
-    ),
-    (
-        ["--every_k=3", "--mesh=dp=2", "--microbatches=2"],
-        "= 3 * 2 * 2 = 12; the nearest that is: 12 or 24.",
-    ),
+    (["--every_k=3"], "by every_k * microbatches * devices = 3 * 1 * 8 = 24; the nearest that is"),
+    (["--every_k=3", "--mesh=dp=2", "--microbatches=2"], "= 12; the nearest that is: 12 or 24."),
     (["--microbatches=auto", "--every_k=4", "--hbm_gb=1"], "4 * 1 * 8 = 32; the nearest that is"),
     (["--microbatches=auto"], "--hbm_gb: a device of kind cpu has no limit of its own; say how m"),
     # Devices.
-    (["--mesh=replica=2,dp=8"], "--mesh=replica=2,dp=8: needs 2 * 8 = 16 devices, found 8 (cpu);"),
-    (
-        ["--sequence_parallel"],
-        "--sequence_parallel: there is no axis mp to shard the sequence over",
-    ),
     (["--sequence_parallel", "--mesh=fsdp=2"], "write for example --mesh=dp=4,mp=2."),
-    (
-        ["--sequence_parallel", "--mesh=dp=4,mp=2", "--seq_len=15"],
-        "--seq_len=15 is not divisible by the 2 devices along mp; the nearest that is: 14 or 16.",
-    ),
-    (
-        ["--mesh=dp=2,mp=4"],
-        "n_head = 2 is not divisible by the 4 devices along mp; take 4 heads, or a number of devic",
-    ),
     # Communication.
-    (
-        ["--comm_hook=powersgd:axis_name=replica"],
-        "--comm_hook: axis_name='replica', but the mesh's data axes are dp; name of these the ones",
-    ),
+    (["--comm_hook=powersgd:axis_name=replica"], "'replica', but the mesh's data axes are dp; nam"),
     (
         ["--comm_hook=gradient_noise_scale:hook=int8_quantize:axis_name=mp", "--mesh=dp=4,mp=2"],
         "--comm_hook: axis_name='mp', but the mesh's data axes are dp",

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 
 from absl import app, flags
 
@@ -26,7 +27,8 @@ RUN = (
     *("--microbatches=2", "--every_k=4", "--eval_every=7", "--checkpoint_every=3"),
     *("--dropout=0.1", "--comm_hook=int8_quantize:error_feedback=True", "--cpu_devices=4"),
 )
-POINTS = "window", "checkpoint", "anywhere"
+KILLS = "window", "checkpoint", "anywhere"
+ASKS = "SIGTERM", "SIGINT"  # which a run heeds, and saves
 _POLL = 0.002  # seconds
 
 
@@ -49,13 +51,15 @@ def finish(process: subprocess.Popen[str], within: float = 300) -> str:
     return printed
 
 
-def kill(process: subprocess.Popen[str], workdir: pathlib.Path, point: str, how: random.Random):
-    """Send SIGKILL in mid-window, in mid-checkpoint or anywhere; return where that was.
+def stop(
+    process: subprocess.Popen[str], workdir: pathlib.Path, point: str, how: random.Random
+) -> str:
+    """Send SIGKILL in mid-window, in mid-checkpoint or anywhere, or ask; return where that was.
 
     Args:
       process: that has just started.
       workdir: its own.
-      point: of POINTS.
+      point: of KILLS or ASKS.
       how: chooses.
     """
     before, began = steps(workdir), time.monotonic()
@@ -68,13 +72,12 @@ def kill(process: subprocess.Popen[str], workdir: pathlib.Path, point: str, how:
     if point == "checkpoint":
         _until(process, lambda: any((workdir / "checkpoints").glob("*.orbax-checkpoint-tmp*")))
         time.sleep(how.uniform(0, 0.02))
-    elif point == "window":
+    elif point != "anywhere":
         at, since = steps(workdir), time.monotonic()
         _until(process, lambda: steps(workdir) > at)
         time.sleep(how.uniform(0.3, 0.9) * (time.monotonic() - since))
     half = [path.name for path in (workdir / "checkpoints").glob("*tmp*")]
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.send_signal(signal.Signals[point] if point in ASKS else signal.SIGKILL)
     return f"{point}: {steps(workdir)} steps were logged, being written: {half or 'nothing'}"
 
 
@@ -92,7 +95,7 @@ def steps(workdir: pathlib.Path) -> int:
 
 
 def left(workdir: pathlib.Path) -> dict[str, object]:
-    """Return what must be the same to the last bit: all lines, and the last state's fingerprints."""
+    """Return what is to be the same to the last bit: all lines, the last state's fingerprints."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         del line["tokens_per_second"]
@@ -101,28 +104,36 @@ def left(workdir: pathlib.Path) -> dict[str, object]:
     return {"metrics": lines, "call": newest.name, "state": facts["leaves"]}
 
 
-def compare(directory: pathlib.Path, kills: int, seed: int, say=print) -> None:
-    """Raise AssertionError unless a run that is killed leaves what another does."""
-    whole, killed, how = directory / "whole", directory / "killed", random.Random(seed)
-    enough = f"--steps={12 + 6 * kills}"
+def compare(
+    directory: pathlib.Path, points: Sequence[str], seed: int, say: Callable[[str], object] = print
+) -> list[str]:
+    """Raise AssertionError unless a run that is stopped at these points leaves what another does.
+
+    Returns:
+      What it printed each time.
+    """
+    whole, stopped, how = directory / "whole", directory / "stopped", random.Random(seed)
+    enough = f"--steps={12 + 6 * len(points)}"
     finish(start(whole, enough))
-    codes = []
-    for i in range(kills):
-        process = start(killed, enough)
-        told = kill(process, killed, POINTS[i % len(POINTS)], how)
-        codes.append(process.returncode)
+    printed = []
+    for i, point in enumerate(points):
+        process = start(stopped, enough)
+        told = stop(process, stopped, point, how)
+        printed.append(process.communicate(timeout=120)[0])
         say(f"{i + 1}: exit code {process.returncode}; {told}")
-        process.communicate()
-    finish(start(killed, enough))
-    assert left(killed) == left(whole)
-    assert codes == [-signal.SIGKILL] * kills  # else it was done before
-    say(f"{kills} kills: {steps(whole)} lines and the last state are equal to the last bit")
+        expected = {"SIGTERM": 0, "SIGINT": 130}.get(point, -signal.SIGKILL)
+        assert process.returncode == expected, printed[-1]
+    finish(start(stopped, enough))
+    assert left(stopped) == left(whole)
+    say(f"{len(points)} stops: {steps(whole)} lines and the last state are equal to the last bit")
+    return printed
 
 
 def main(argv: list[str]) -> None:
     del argv
     with tempfile.TemporaryDirectory() as directory:
-        compare(pathlib.Path(directory), flags.FLAGS.kills, flags.FLAGS.seed)
+        points = [KILLS[i % len(KILLS)] for i in range(flags.FLAGS.kills)]
+        compare(pathlib.Path(directory), points, flags.FLAGS.seed)
 
 
 if __name__ == "__main__":

@@ -4,83 +4,24 @@ Each process of a run starts JAX and compiles, so a run serves every test that c
 """
 
 import json
-import os
-import pathlib
 import re
 import signal
 import socket
 import subprocess
 import sys
-import time
 
-import helpers
 import multihost_worker
 import numpy as np
 import pytest
 from absl import flags
+from processes import ROOT, Processes, environment, wait_for_steps
 
 from absl_apps import cluster, train, train_flags
 
-ROOT = pathlib.Path(train.__file__).parent.parent
 TINY = ("--d_model=16", "--n_layer=1", "--n_head=4", "--seq_len=16", "--compute_dtype=float32")
 SMALL = (*TINY, "--global_batch=16", "--microbatches=2", "--learning_rate=0.03")
 FOREVER = "--steps=1000000"
 LEFT = {"metrics.jsonl", "run.json", "run.lock", "checkpoints", "tensorboard", "loss.png"}
-# Gloo's own word, of several threads at once: cut anywhere between its pieces.
-GLOO = re.compile(
-    r"(\[Gloo\] Rank | is connected to | peer ranks\.|Expected number of connected peer ranks is :"
-    r"|\d+|\s)*"
-)
-
-
-class Processes:
-    """The processes of one run on this machine; `each` may say more, flags and NAME=VALUE."""
-
-    def __init__(self, directory, n, program, args, each=None):
-        self.directory, self.started = directory, time.monotonic()
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        here = [f"--coordinator_address=127.0.0.1:{port}", f"--num_processes={n}"]
-        self.all = []
-        for i in range(n):
-            own = [x for x in each[i] if x.startswith("-") or "=" not in x] if each else []
-            more = dict(x.split("=") for x in each[i] if x not in own) if each else {}
-            ids = ["--multihost", *here, f"--process_id={i}"]
-            with open(self.path(i, "out"), "w") as out, open(self.path(i, "err"), "w") as err:
-                command = [sys.executable, *program, *args, *own, *ids]
-                where = {"env": environment(**more), "cwd": ROOT}
-                self.all.append(subprocess.Popen(command, stdout=out, stderr=err, **where))
-
-    def path(self, i, kind):
-        return self.directory / f"{kind}{i}"
-
-    def text(self, i, kind):
-        return self.path(i, kind).read_text()
-
-    def errors(self, i):
-        """Returns what a process wrote to stderr, without what JAX logs."""
-        return [x for x in self.text(i, "err").splitlines() if not re.match(r"I\d{4} ", x)]
-
-    def codes(self, within):
-        """Waits until all have ended; returns their exit codes."""
-        deadline = time.monotonic() + within
-        return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.all]
-
-    def end(self):
-        for process in self.all:
-            process.kill()
-            process.wait()
-
-
-def environment(**more):
-    """Returns an environment that says nothing of devices or clusters but that these are CPUs.
-
-    The compiler is told what it is told in this process, as the losses are compared closely.
-    """
-    said = ("JAX_", "XLA_", "SLURM_", "OMPI_", "KUBERNETES_", "TPU_", "MEGASCALE_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(said)}
-    chosen = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": helpers.XLA_FLAGS}
-    return kept | chosen | {"PYTHONPATH": str(ROOT)} | more
 
 
 @pytest.fixture
@@ -168,7 +109,7 @@ def test_one_process_writes_and_prints(runs):
     assert re.search(rf"^mesh: dp=.*, cpu, {n} processes$", printed, re.M)
     assert "one cross-device mean: checked" in printed
     for i in range(1, n):
-        said = [x for x in processes.text(i, "out").splitlines() if not GLOO.fullmatch(x)]
+        said = processes.printed(i)
         assert not said
     assert not processes.errors(0)
 
@@ -239,17 +180,6 @@ def test_a_mesh_leaves_no_process_without_a_device(seen):
 
 
 ########################################### Their ends ###########################################
-
-
-def wait_for_steps(processes, workdir):
-    """Waits until two steps are in the metrics."""
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and all(p.poll() is None for p in processes.all):
-        path = workdir / "metrics.jsonl"
-        if path.exists() and path.read_text().count("\n") >= 2:
-            return
-        time.sleep(0.1)
-    raise AssertionError(processes.text(0, "err"))
 
 
 @pytest.mark.slow

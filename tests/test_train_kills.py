@@ -1,10 +1,18 @@
-"""A training program that is killed goes on as if nothing had been."""
+"""A training program that is killed, or asked to stop, goes on as if nothing had been."""
+
+import re
 
 import kills
 import pytest
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_leaves_what_another_does(tmp_path, monkeypatch):
+def test_a_run_that_is_stopped_leaves_what_another_does(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    kills.compare(tmp_path, kills=3, seed=0)
+    printed = kills.compare(tmp_path, [*kills.KILLS, *kills.ASKS], seed=0)
+    for name, text in zip(kills.ASKS, printed[-2:], strict=True):
+        line = text.splitlines()[-1]
+        at = (
+            rf"train: {name} at step \d+(, call [123] of 4)? of 42; saved: the same command goes on"
+        )
+        assert re.fullmatch(rf"{at}\.", line), text

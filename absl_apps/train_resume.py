@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from absl_apps import cluster, train_program, train_start
@@ -26,7 +27,8 @@ def open_checkpoints(
     with cluster.failing_together():
         checkpoints = Checkpoints(outputs.checkpoints_path, keep=keep)
         if outputs.writes and (latest := checkpoints.latest()) is not None:
-            finished = "final_loss" in (outputs.earlier or {})
+            ended = "final_loss" in (outputs.earlier or {})
+            finished = ended and os.path.exists(outputs.chart_path)
             found = {**checkpoints.facts(latest), "finished": finished}
     return checkpoints, json.loads(cluster.exchange(json.dumps(found))[0])
 

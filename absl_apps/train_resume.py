@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any
 
-from absl_apps import cluster, train_program, train_start
+from absl_apps import checkpoint_files, cluster, run_files, train_program, train_start
 from absl_apps.checkpoints import Checkpoints
 from absl_apps.train_state import TrainState, moved, saved_by
 
@@ -19,18 +19,29 @@ def open_checkpoints(
     That is the facts that the loop saves, and whether the run is "finished".
 
     Raises:
-      ValueError: in all processes, where the newest is not whole.
+      ValueError: in all processes, where the newest is not whole, or there is one and none is kept.
     """
-    if not keep:
-        return None, None
-    outputs, found = start.outputs, None
+    outputs, checkpoints, found = start.outputs, None, None
     with cluster.failing_together():
-        checkpoints = Checkpoints(outputs.checkpoints_path, keep=keep)
-        if outputs.writes and (latest := checkpoints.latest()) is not None:
-            ended = "final_loss" in (outputs.earlier or {})
-            finished = ended and os.path.exists(outputs.chart_path)
-            found = {**checkpoints.facts(latest), "finished": finished}
+        if keep:
+            checkpoints = Checkpoints(outputs.checkpoints_path, keep=keep)
+        if outputs.writes:
+            found = _newest(outputs, checkpoints)
     return checkpoints, json.loads(cluster.exchange(json.dumps(found))[0])
+
+
+def _newest(outputs: run_files.RunFiles, checkpoints: Checkpoints | None) -> dict[str, Any] | None:
+    ended = "final_loss" in (outputs.earlier or {}) and os.path.exists(outputs.chart_path)
+    if checkpoints and (latest := checkpoints.latest()) is not None:
+        return {**checkpoints.facts(latest), "finished": ended}
+    if ended:  # its checkpoints may be gone, or it had none
+        return {"progress": {}, "finished": True}
+    if not checkpoints and checkpoint_files.calls_in(outputs.checkpoints_path):
+        raise ValueError(
+            f"--keep=0: a run without checkpoints begins at step 0, and {outputs.where} has some "
+            "to go on from; give --keep=1 or more, or a --workdir of its own."
+        )
+    return None
 
 
 def restored(

@@ -31,7 +31,7 @@ def define(values: flags.FlagValues, default: int) -> None:
         _Microbatches(),
         "microbatches",
         default,
-        f"Forward and backward passes per step on each device; {AUTO}: the fewest that fit its "
+        f"Forward and backward passes of a call on each device; {AUTO}: the fewest that fit its "
         "memory, of the divisors of its batch, found by compiling.",
         flag_values=values,
     )

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -101,7 +102,8 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
             sys.exit(stopping.exit_code(stopped))
 
         with errors_in_one_line():
-            run |= {"final_loss": float(np.mean(progress.recent)), **measured}
+            final_loss = float(np.mean(progress.recent)) if progress.recent else math.nan
+            run |= {"final_loss": final_loss, **measured}
             run |= {"skipped": progress.skipped, "seconds": time.monotonic() - began}
             outputs.chart(run["data"]["unigram_entropy"])
             outputs.describe(run)

@@ -167,7 +167,7 @@ class Loop:
         shown = {name: f"{x:.3f}" for name, x in metrics.items() if name.endswith("loss")}
         bar.set_postfix(shown, tokens_per_second=f"{metrics['tokens_per_second']:,.0f}")
         bar.update()
-        if progress.in_a_row == MOST_SKIPPED:
+        if bad and progress.in_a_row % MOST_SKIPPED == 0:  # started again, a run may try as many
             self.save(state, progress)
             self._exit(
                 f"steps {step + 1 - MOST_SKIPPED} to {step} are not finite, {MOST_SKIPPED} in a "

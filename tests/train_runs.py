@@ -145,7 +145,7 @@ def assert_same_bits(got, want, but=()):
         for path in want
         if got[path].tobytes() != want[path].tobytes() and not any(name in path for name in but)
     ]
-    assert not differing
+    assert not differing, differing
 
 
 def contents(workdir):

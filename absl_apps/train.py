@@ -88,8 +88,10 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         if saved:
             say(f"goes on from the checkpoint of step {step}\n")
         with errors_in_one_line():
-            outputs.resume(saved["metrics_bytes"] if saved else 0)
             run = train_report.run_json(start, built, chosen, step)
+            if outputs.earlier is None:
+                outputs.describe(run)  # first: a directory without it is taken for another's
+            outputs.resume(saved["metrics_bytes"] if saved else 0)
             outputs.describe(run)
         cluster.exchange("ready")  # the slowest compiler may take longer than a collective waits
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from absl import flags
 
 from absl_apps import (
@@ -97,6 +98,8 @@ def start(FLAGS: flags.FlagValues) -> Start:  # noqa: N803
         hook = comm_hooks.parse(FLAGS.comm_hook) if FLAGS.comm_hook else None
         comm_hooks.check_axes(hook, data_axes)
         data = _data(FLAGS)
+        if data.held_out is not None and FLAGS.eval_every:
+            _check_evaluated(data.held_out, FLAGS.eval_sequences)
     with cluster.failing_together():
         outputs, hosts = _agreed(FLAGS, mesh, data)
     with cluster.failing_together():
@@ -137,6 +140,16 @@ def _data(FLAGS: flags.FlagValues) -> Data:  # noqa: N803
             "nothing predicts; give longer documents."
         )
     return Data(data, train, held_out, f"{data.fingerprint()} {other.fingerprint()}")
+
+
+def _check_evaluated(held_out: batches.Sequences, most: int) -> None:
+    """Raise ValueError where the sequences of an evaluation have no target: it has no mean."""
+    chosen = batches.evaluation(held_out, 1, np.arange(1), most)
+    if not any(chosen[i]["mask"].any() for i in range(len(chosen))):
+        raise ValueError(
+            f"--eval_sequences={most}: of the {len(held_out):,} sequences held out these have no "
+            "target, as all their tokens begin documents; take more."
+        )
 
 
 def _agreed(

@@ -177,8 +177,10 @@ def data(tmp_path_factory):
     """Paths by name: text, tokens of which 7 ends documents, and tokens that all do."""
     directory = tmp_path_factory.mktemp("data")
     tokens = np.random.default_rng(0).integers(0, 8, 2_000)
-    files = written(directory, [b"a quick brown fox. " * 100, tokens, [7] * 100, b"short", b""])
-    return dict(zip(["text", "tokens", "ends", "short", "none"], map(str, files), strict=True))
+    middle = [7] * 40 + [1] * 6 + [7] * 46  # of 6 sequences, targets are in the third
+    contents = {"text": b"a quick brown fox. " * 100, "tokens": tokens, "ends": [7] * 100}
+    contents |= {"short": b"short", "none": b"", "middle": middle}
+    return dict(zip(contents, map(str, written(directory, contents.values())), strict=True))
 
 
 @pytest.fixture
@@ -196,6 +198,8 @@ def started(data, tmp_path):
 
         yield start
 
+
+ENDING = "--data={tokens}", "--vocab_size=8", "--document_end=7"
 
 MISTAKES = [
     # Data.
@@ -216,13 +220,18 @@ MISTAKES = [
         "--eval_fraction=0.05: 17 tokens hold 1 whole sequences of --seq_len=16 + 1, and 1 of all ",
         "none is left to train on; give more data, a smaller --seq_len, or 0.",
     ),
+    (
+        [*ENDING, "--eval_data={middle}", "--eval_sequences=2"],
+        "--eval_sequences=2: of the 6 sequences held out these have no target, as all their token",
+        "begin documents; take more.",
+    ),
     (["--eval_fraction=0.999"], "119 of all 119 are held out: none is left to train on"),
     (
         ["--data={ends}", "--vocab_size=8", "--document_end=7"],
         "each token that the 6 sequences to train on would predict is the first of a document; gi",
     ),
     (
-        ["--data={tokens}", "--vocab_size=8", "--document_end=7", "--eval_data={ends}"],
+        [*ENDING, "--eval_data={ends}"],
         "--eval_data: its 100 tokens are all the first of a document, which nothing predicts; give",
     ),
     # Steps.
@@ -254,10 +263,12 @@ def test_refused_before_anything_is_computed(mistake, data, tmp_path):
 
 
 STARTED = [
-    ["--data={tokens}", "--vocab_size=8", "--document_end=7"],
+    [*ENDING],
     ["--data={tokens}", "--vocab_size=50257", "--eval_data={tokens}"],
     ["--data={ends}", "--vocab_size=8"],
     ["--eval_data={short}"],
+    [*ENDING, "--eval_data={middle}", "--eval_sequences=3"],
+    [*ENDING, "--eval_data={middle}", "--eval_sequences=2", "--eval_every=0"],
     ["--data={text},{short}"],
     ["--seq_len=1899", "--eval_fraction=0"],
     ["--max_data_bytes=17", "--eval_fraction=0"],

@@ -124,6 +124,6 @@ def check_tokens(tokens: np.ndarray, file: str, vocab_size: int) -> None:
             at = int(np.argmax(chunk >= vocab_size))
             raise ValueError(
                 f"token {start + at:,} (from 0) is {chunk[at]}, not below "
-                f"--vocab_size={vocab_size} (the largest near it: {largest}); is it a file of "
-                "uint16 tokens of that vocabulary?"
+                f"--vocab_size={vocab_size} (the largest near it: {largest}): is no file of "
+                "uint16 tokens of that vocabulary"
             )

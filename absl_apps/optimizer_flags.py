@@ -38,8 +38,8 @@ def define(values: flags.FlagValues) -> None:
         "schedule",
         SCHEDULES[0],
         SCHEDULES,
-        "Learning rate after the warmup: a cosine or a line to a tenth of the peak at the last "
-        "step, or the peak.",
+        "Learning rate after the warmup: a cosine or a line that ends, with the run, at a tenth of "
+        "the peak, or the peak.",
         flag_values=values,
     )
     flags.DEFINE_integer(

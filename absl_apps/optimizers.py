@@ -10,7 +10,7 @@ import optax
 LEARNING_RATES = {"adamw": 3e-3, "lion": 2e-3, "sgd": 0.3}
 
 SCHEDULES = ("cosine", "linear", "constant")
-_END = 0.1  # of the peak, at the last step of a cosine or a line
+_END = 0.1  # of the peak, where a cosine or a line ends: after the last step
 
 
 def make_schedule(

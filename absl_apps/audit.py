@@ -75,10 +75,11 @@ from absl_apps import (
     audit_programs,
     audit_table,
     comm_hooks,
+    environment,
+    flag_parsing,
     meshes,
     microbatch_flags,
     quiet,
-    run_files,
     targets,
     train_program,
 )
@@ -136,7 +137,7 @@ def run(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
 
     results = {
         "flags": chosen,
-        **run_files.environment(mesh),
+        **environment.environment(mesh),
         "mesh": dict(mesh.shape),
         "data_axes": data_axes,
         "programs": {
@@ -145,7 +146,7 @@ def run(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         },
     }
     if FLAGS.json:
-        run_files.write_json(FLAGS.json, results)
+        flag_parsing.write_json(FLAGS.json, results)
     last = list(found.values())[-1]  # the user's own, or gradaccum's
     failed = isinstance(last, str) or last.refusal is not None
     return results | {"failed": FLAGS.check and failed}

@@ -62,7 +62,7 @@ import jax
 import jax.numpy as jnp
 from absl import app, flags
 
-from absl_apps import bench_flags, flag_parsing, meshes, run_files
+from absl_apps import bench_flags, environment, flag_parsing, meshes
 from absl_apps.bench_measure import TOLERANCES, Row, compile_row, program_sizes, run_rounds
 from absl_apps.bench_problem import OURS
 from gradaccum import aot, audit
@@ -221,11 +221,11 @@ def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         text = ", ".join(f"{n:,} instructions at {k:,} microbatches" for k, n in sizes.items())
         print(f"program size of {OURS}: {text}: {same}", flush=True)
 
-    environment = run_files.environment(mesh)
-    environment["devices"]["ran"] = not FLAGS.topology
+    here = environment.environment(mesh)
+    here["devices"]["ran"] = not FLAGS.topology
     results = {
         "flags": flag_parsing.chosen(FLAGS, bench_flags.GROUPS),
-        **environment,
+        **here,
         "gradient_bytes": problem.gradient_bytes,
         "load_average": load,
         "tolerance": TOLERANCES[FLAGS.dtype],
@@ -234,7 +234,7 @@ def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         "program_instructions": sizes,
     }
     if FLAGS.json:
-        run_files.write_json(FLAGS.json, results)
+        flag_parsing.write_json(FLAGS.json, results)
     return results
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TRAINING, EVAL, ENTROPY, SKIPPED = "#0072B2", "#D55E00", "#000000", "#CC79A7"
 
 SMOOTHED = 25  # the running mean is over this part of the steps
-FINAL_STEPS = 10  # the final loss is the mean over these, as the program prints it
+FINAL_STEPS = 10  # the final loss is the mean over so many steps: a single step's is noisy
 LOGARITHMIC = 20.0  # the ratio of losses from which their axis is logarithmic
 RARE = 0.001  # the part of the losses, at least one, that may be off the axis ...
 FAR = 1.5  # ... where they are so many times the others' range above these, and would squeeze them

@@ -6,7 +6,6 @@ their fingerprints once they are read.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -50,20 +49,10 @@ def write(path: str, contents: str) -> None:
         os.fsync(stream.fileno())
 
 
-def sync(directory: str) -> None:
-    """Put the names in a directory on the disk, where the file system knows how."""
-    with contextlib.suppress(OSError):
-        opened = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
-
-
 def seal(directory: str) -> None:
     """Write the list of the files that are in a directory."""
     files = {name: _described(os.path.join(directory, name)) for name in _walk(directory)}
-    write(os.path.join(directory, LIST), _signed(files))
+    write(os.path.join(directory, LIST), _with_digest(files))
 
 
 def broken(directory: str) -> str | None:
@@ -77,7 +66,7 @@ def broken(directory: str) -> str | None:
         return _why(LIST, error)
     try:
         files = json.loads(text)["files"]
-        if _signed(files).encode() != text:
+        if _with_digest(files).encode() != text:
             raise ValueError
     except (ValueError, KeyError, TypeError):
         return f"{LIST} is garbled"
@@ -116,7 +105,7 @@ def _described(path: str) -> list[int | str | None]:
         return [size, hashlib.sha256(stream.read()).hexdigest()]
 
 
-def _signed(files: dict[str, list[int | str | None]]) -> str:
+def _with_digest(files: dict[str, list[int | str | None]]) -> str:
     """Returns the list as text that no changed bit survives."""
     listed = json.dumps(files, sort_keys=True)
     return json.dumps(

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from absl_apps import checkpoint_files, checkpoint_leaves, fingerprints, orbax_arrays
+from absl_apps import checkpoint_files, checkpoint_leaves, fingerprints, orbax_arrays, whole_writes
 
 FACTS = "facts.json"
 
@@ -36,16 +36,15 @@ class Checkpoints:
         written in it is removed here.
       keep: how many stay, at least 1. One more is there until the next `save` or `wait`, as an
         older one goes only when a newer one is whole.
-      flag: that names the directory, for errors.
 
     Raises:
       ValueError: of a directory that cannot be read.
     """
 
-    def __init__(self, directory: str, *, keep: int, flag: str = "--workdir"):
+    def __init__(self, directory: str, *, keep: int):
         if keep < 1:
             raise ValueError(f"Checkpoints: keep is {keep}; at least 1 must stay.")
-        self.directory, self.keep, self.flag = os.path.abspath(directory), keep, flag
+        self.directory, self.keep = os.path.abspath(directory), keep
         self._writer: orbax_arrays.Writer | None = None
         self._writing: _Writing | None = None
         if jax.process_index() == 0:
@@ -99,9 +98,9 @@ class Checkpoints:
         unlike = checkpoint_leaves.unlike(saved, needed)
         if unlike:
             raise ValueError(
-                f"{self.flag}: {self._path(call)} is of another state: "
+                f"--workdir: {self._path(call)} is of another state: "
                 f"{checkpoint_leaves.first(unlike)}. "
-                f"Run with the flags that it was saved with, or choose another {self.flag}."
+                f"Run with the flags that it was saved with, or choose another --workdir."
             )
         for old, new in zip(saved, needed, strict=True):
             old.sharding = new.sharding
@@ -130,7 +129,7 @@ class Checkpoints:
     def _check_files(self, call: int) -> None:
         if not os.path.lexists(self._path(call)):
             there = ", ".join(map(str, checkpoint_files.calls_in(self.directory))) or "none"
-            raise ValueError(f"{self.flag}: {self._path(call)} is not there; there are: {there}.")
+            raise ValueError(f"--workdir: {self._path(call)} is not there; there are: {there}.")
         wrong = checkpoint_files.broken(self._path(call))
         if wrong:
             raise self._error(call, wrong)
@@ -161,8 +160,8 @@ class Checkpoints:
             newest = max(checkpoint_files.calls_in(self.directory), default=-1)
         if call <= newest:
             raise ValueError(
-                f"{self.flag}: {self.directory} has a checkpoint of call {newest}; that of call "
-                f"{call} would not be the newest. Choose another {self.flag}."
+                f"--workdir: {self.directory} has a checkpoint of call {newest}; that of call "
+                f"{call} would not be the newest. Choose another --workdir."
             )
         # Read when the write ends: that the devices are done is not waited for here.
         self._writing = _Writing(call, text, leaves, fingerprints.fingerprints(arrays))
@@ -199,7 +198,7 @@ class Checkpoints:
         self._writing = None
         if jax.process_index() == 0:
             with self._disk():
-                checkpoint_files.sync(self.directory)
+                whole_writes.sync_directory(self.directory)
                 for call in checkpoint_files.calls_in(self.directory)[: -self.keep]:
                     self._remove(self._path(call))
 
@@ -252,8 +251,8 @@ class Checkpoints:
         before = self._whole_before(call)
         remedy = f"move it away, and the run goes on from that of call {before}"
         if before is None:
-            remedy = f"there is none before it: move it away, or choose another {self.flag}"
-        return ValueError(f"{self.flag}: {self._path(call)}: {what}; {remedy}.")
+            remedy = "there is none before it: move it away, or choose another --workdir"
+        return ValueError(f"--workdir: {self._path(call)}: {what}; {remedy}.")
 
     def _whole_before(self, call: float) -> int | None:
         with contextlib.suppress(OSError):
@@ -275,7 +274,7 @@ class Checkpoints:
             last = self._whole_before(float("inf"))
             kept = "there is none" if last is None else f"the newest whole one is of call {last}"
             raise ValueError(
-                f"{self.flag}: {self._path(call)} could not be written: "
+                f"--workdir: {self._path(call)} could not be written: "
                 f"{orbax_arrays.reason(error)}; {kept}. "
                 "Mend that, and start again with the same flags."
             ) from error
@@ -286,7 +285,7 @@ class Checkpoints:
             yield
         except OSError as error:
             path = error.filename or self.directory
-            raise ValueError(f"{self.flag}: {path}: {error.strerror}.") from error
+            raise ValueError(f"--workdir: {path}: {error.strerror}.") from error
 
 
 @dataclasses.dataclass

@@ -20,11 +20,9 @@ _GIT_SECONDS = 20  # for a working tree on a slow file system
 
 def environment(mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """Return `"versions"`, `"devices"` and `"commit"`, for a program's JSON."""
-    modules = gradaccum, jax, jaxlib, np, optax
     device = mesh.devices.flat[0]
     return {
-        "versions": {"python": platform.python_version()}
-        | {module.__name__: module.__version__ for module in modules},
+        "versions": versions(),
         "devices": {
             "platform": device.platform,
             "kind": device.device_kind,
@@ -32,6 +30,13 @@ def environment(mesh: jax.sharding.Mesh) -> dict[str, Any]:
         },
         "commit": commit(),
     }
+
+
+def versions() -> dict[str, str]:
+    """Return the version of Python and of each package that computes."""
+    modules = gradaccum, jax, jaxlib, np, optax
+    named = {module.__name__: module.__version__ for module in modules}
+    return {"python": platform.python_version(), **named}
 
 
 def commit(package: str = os.path.dirname(gradaccum.__file__)) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import textwrap
@@ -69,3 +70,10 @@ def help_text(values: flags.FlagValues, groups: Groups) -> str:
 def chosen(values: flags.FlagValues, groups: Groups) -> dict[str, Any]:
     """Return the value of every flag, by name."""
     return {name: values[name].value for names in groups.values() for name in names}
+
+
+def write_json(path: str, results: Mapping[str, Any]) -> None:
+    """Write what a program found, as JSON."""
+    with open(path, "w") as stream:
+        json.dump(results, stream, indent=1)
+        stream.write("\n")

@@ -29,10 +29,10 @@ from typing import Any
 from absl import app, flags
 
 from absl_apps import (
+    environment,
     flag_parsing,
     meshes,
     microbatch_flags,
-    run_files,
     targets,
     train_checks,
     train_flags,
@@ -92,12 +92,12 @@ def plan(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     )
     results = {
         "flags": chosen,
-        **run_files.environment(mesh),
+        **environment.environment(mesh),
         "mesh": dict(mesh.shape),
         "plan": dataclasses.asdict(found),
     }
     if FLAGS.json:
-        run_files.write_json(FLAGS.json, results)
+        flag_parsing.write_json(FLAGS.json, results)
     return results
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
-import importlib.util
 import json
 import math
 import os
@@ -18,7 +17,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from absl_apps import whole_writes
-from absl_apps.environment import environment as environment
 from absl_apps.event_file import EventFile
 
 METRICS, RUN, LOCK, CHART = "metrics.jsonl", "run.json", "run.lock", "loss.png"
@@ -38,7 +36,8 @@ def _in_one_line(method: Callable[..., Any]) -> Callable[..., Any]:
         except OSError as error:
             at = f" ({error.filename})" if error.filename else ""
             raise ValueError(
-                f"{self.where}: cannot be written: {error.strerror or error}{at}."
+                f"{self.where}: cannot be used: {error.strerror or error}{at}; mend that, and the "
+                "same command goes on."
             ) from None
 
     return wrapped
@@ -95,9 +94,6 @@ class RunFiles:
 
     @_in_one_line
     def _take(self) -> None:
-        for library in ("tensorboardX", "matplotlib"):  # not to be missed at the end of a week
-            if importlib.util.find_spec(library) is None:
-                raise ValueError(f"{library} is not installed; pip install 'gradaccum[apps]'.")
         if os.path.exists(self.workdir) and not os.path.isdir(self.workdir):
             raise ValueError(f"{self.where}: is a file; name a directory.")
         os.makedirs(self.workdir, exist_ok=True)
@@ -290,10 +286,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_json(path: str, results: Mapping[str, Any]) -> None:
-    """Write what a program found, as JSON."""
-    with open(path, "w") as stream:
-        json.dump(results, stream, indent=1)
-        stream.write("\n")

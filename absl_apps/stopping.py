@@ -27,7 +27,7 @@ class Stopped(BaseException):
 
 
 def exit_code(name: str) -> int:
-    """Return how a program ends that a signal has stopped: as it should, or by its user."""
+    """Return 0 for SIGTERM, so that a scheduler sees success, and 130 for SIGINT."""
     return 0 if name == "SIGTERM" else 128 + signal.SIGINT
 
 

@@ -52,7 +52,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradaccum
-from absl_apps import flag_parsing, meshes, run_files, tensor_parallel_flags
+from absl_apps import environment, flag_parsing, meshes, tensor_parallel_flags
 from absl_apps.layers import PLAIN, Layers
 from absl_apps.meshes import DATA_AXIS
 from absl_apps.tensor_parallel_models import MODELS, Model, tokens
@@ -234,10 +234,10 @@ def _run(FLAGS: flags.FlagValues, chosen: dict[str, Any]) -> list[str]:  # noqa:
         for name, result in results.items():
             failures += [f"{text} {name}: {line}" for line in faults(result, tolerance)]
     if FLAGS.json:
-        environment = run_files.environment(max(grids.values(), key=lambda mesh: mesh.size))
-        environment["devices"]["ran"] = not FLAGS.topology
-        written = {"flags": chosen, **environment, "tolerance": tolerance, "runs": runs}
-        run_files.write_json(FLAGS.json, written)
+        here = environment.environment(max(grids.values(), key=lambda mesh: mesh.size))
+        here["devices"]["ran"] = not FLAGS.topology
+        written = {"flags": chosen, **here, "tolerance": tolerance, "runs": runs}
+        flag_parsing.write_json(FLAGS.json, written)
     return failures
 
 

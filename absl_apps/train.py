@@ -11,8 +11,9 @@ frequencies alone cannot pass 3.15.
 
 Go on after a stop:  the same command, with a --workdir. What was killed at any point continues from
                    its last checkpoint, and ends with the losses that it would have had, to the last
-                   bit. SIGTERM and ctrl-C save first. Another mesh, or other numbers of
-                   microbatches, may be given; what would make it another run is refused.
+                   bit, on the same mesh. SIGTERM and ctrl-C save first. Another mesh, or other
+                   numbers of microbatches, may be given; what would make it another run is
+                   refused.
 Text of your own:  python -m absl_apps.train --data='books/*.txt' --workdir=runs/books
 GPT-2's tokens:    python -m absl_apps.train --data=train.bin --eval_data=val.bin \\
                        --vocab_size=50257 --document_end=50256 --workdir=runs/tokens
@@ -45,7 +46,6 @@ from absl import app, flags
 from absl_apps import (
     cluster,
     comm_hooks,
-    flag_parsing,
     meshes,
     microbatch_flags,
     stopping,
@@ -72,7 +72,6 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
             start = train_start.start(FLAGS)
         outputs = stack.enter_context(start.outputs)
         say = functools.partial(print, flush=True) if outputs.writes else lambda _: None
-        chosen = flag_parsing.chosen(FLAGS, train_flags.GROUPS)
         with errors_in_one_line():
             checkpoints, saved = train_resume.open_checkpoints(start, FLAGS.keep)
         if checkpoints:
@@ -82,13 +81,13 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
             say(f"train: {outputs.where}: all {FLAGS.steps} steps are taken already.")
             return outputs.earlier or {}
 
-        built = build(start, chosen, say)
+        built = build(start, say)
         state = first_state(built.program, FLAGS.seed, checkpoints, saved)
         step = progress.calls // FLAGS.every_k
         if saved:
             say(f"goes on from the checkpoint of step {step}\n")
         with errors_in_one_line():
-            run = train_report.run_json(start, built, chosen, step)
+            run = train_report.run_json(start, built, step)
             if outputs.earlier is None:
                 outputs.describe(run)  # first: a directory without it is taken for another's
             outputs.resume(saved["metrics_bytes"] if saved else 0)
@@ -97,8 +96,8 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
 
         signals.heeded()
         loop = loop_of(FLAGS, start, built, checkpoints, saved, signals)
-        with errors_of_the_disk(loop):
-            state, progress, measured, stopped = loop.run(state, progress)
+        with errors_of_the_disk():
+            progress, measured, stopped = loop.run(state, progress)
         if stopped:
             say(train_report.stopped(stopped, progress.calls, FLAGS, bool(checkpoints)))
             sys.exit(stopping.exit_code(stopped))
@@ -117,11 +116,10 @@ def train(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
 ############################################# Parts ##############################################
 
 
-def build(
-    start: train_start.Start, chosen: Mapping[str, Any], say: Callable[[str], None]
-) -> train_report.Built:
-    """Compile the step once, say what it communicates, and check that it is what will be run."""
-    microbatches, plan = chosen["microbatches"], None
+def build(start: train_start.Start, say: Callable[[str], None]) -> train_report.Built:
+    """Compile the step, print what it communicates, and check that this is one mean."""
+    chosen, plan = start.chosen, None
+    microbatches = chosen["microbatches"]
     if microbatches == microbatch_flags.AUTO:
         with errors_in_one_line():
             plan = train_program.plan(chosen, start.mesh, start.memory_limit)
@@ -130,7 +128,7 @@ def build(
         say(f"--microbatches=auto: {microbatches}, of what was compiled:\n{plan}\n")
     with errors_in_one_line():  # what the hook refuses
         program = train_program.describe(chosen, start.mesh)
-    say(train_report.described(start, program.state, chosen, microbatches))
+    say(train_report.described(start, program.state, microbatches))
 
     lowered = program.step(microbatches).lower(*program.args)
     with errors_in_one_line():
@@ -180,7 +178,7 @@ def loop_of(
     if FLAGS.profile_steps:
         steps = train_checks.parse_steps(FLAGS.profile_steps)
         profile = Profile(outputs.profile_path, steps, start.hosts)
-    schedule = train_program.schedule(flag_parsing.chosen(FLAGS, train_flags.GROUPS))
+    schedule = train_program.schedule(start.chosen)
     return Loop(
         step=built.step,
         batches=functools.partial(train_batches.training, program, start, FLAGS.seed),
@@ -215,8 +213,8 @@ def errors_in_one_line() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def errors_of_the_disk(loop: Loop) -> Iterator[None]:
-    """Exit with the message of what could not be written, and what is left: in this process alone.
+def errors_of_the_disk() -> Iterator[None]:
+    """Exit with the message of what could not be written, in this process alone.
 
     Others may be in the middle of a step, and end with it.
     """
@@ -239,10 +237,10 @@ def main(argv: list[str]) -> None:
             cluster.join("train", FLAGS, notices=True)  # makes the first device query
             train(FLAGS)
     except stopping.Stopped as stopped:
-        print(f"train: {stopped.signal} before the first step; nothing was to be saved.")
+        print(f"train: {stopped.signal} before the first step; nothing new to save.")
         sys.exit(stopping.exit_code(stopped.signal))
     except KeyboardInterrupt:
-        sys.exit("train: stopped at once; the last checkpoint holds.")
+        sys.exit("train: stopped at once; what was saved is kept.")
 
 
 if __name__ == "__main__":

@@ -89,7 +89,12 @@ def _define_data(values: flags.FlagValues) -> None:
         "another, and is not predicted. Default: only files end documents.",
         0,
     )
-    _integer(values, "max_data_bytes", None, "Bytes to use at most, from the start. Default: all.")
+    _integer(
+        values,
+        "max_data_bytes",
+        None,
+        "Bytes to use at most of --data, and of --eval_data, each from its start. Default: all.",
+    )
     flags.DEFINE_integer(
         "seed",
         0,
@@ -110,7 +115,13 @@ def _define_data(values: flags.FlagValues) -> None:
         "Part of the sequences of --data, the last, to hold out; 0: none.",
         flag_values=values,
     )
-    _integer(values, "eval_every", 50, "Steps between losses of held-out data; 0: none.", 0)
+    _integer(
+        values,
+        "eval_every",
+        50,
+        "Steps between losses of held-out data, beside that after the last step; 0: none at all.",
+        0,
+    )
     _integer(
         values,
         "eval_sequences",
@@ -127,7 +138,8 @@ def _define_model(values: flags.FlagValues) -> None:
     flags.DEFINE_float(
         "dropout",
         0.0,
-        "Part of what each layer adds to the residual stream that is dropped in training.",
+        "Probability of dropping an element of what attention and MLP add to the residual stream, "
+        "in training.",
         flag_values=values,
     )
     flags.DEFINE_enum(
@@ -185,8 +197,8 @@ def _define_devices(values: flags.FlagValues) -> None:
         None,
         "ZeRO stage, what is split over the last data axis: 0 nothing, 1 the optimizer's state, 2 "
         "gradients too, 3 parameters too, gathered once a call (FSDP). Of two data axes the outer "
-        f"holds copies (HSDP). With {MODEL_AXIS}, all this is said of a device's shard of the "
-        f"model. Default: 3 along {FSDP_AXIS}, else 0.",
+        f"holds copies (HSDP). Beside {MODEL_AXIS} it splits each device's shard of the model. "
+        f"Default: 3 along {FSDP_AXIS}, else 0.",
         lower_bound=0,
         upper_bound=3,
         flag_values=values,

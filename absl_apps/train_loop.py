@@ -8,18 +8,19 @@ import math
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-import tqdm
 
-from absl_apps import cluster, comm_hooks, run_files, stopping
+from absl_apps import charts, cluster, comm_hooks, run_files, stopping
 from absl_apps.checkpoints import Checkpoints
 from absl_apps.train_profile import Profile
 from absl_apps.train_state import TrainState
 
-RECENT = 10  # the final loss is the mean over so many steps: a single step's is noisy
+if TYPE_CHECKING:
+    import tqdm
+
 MEASURED = "loss", "gradient_norm"
 MOST_SKIPPED = 10  # in a row: from there on nothing would change
 
@@ -31,7 +32,7 @@ class Progress:
     Attributes:
       calls: of the compiled step, all of them.
       skipped: steps whose loss or gradient was not finite.
-      in_a_row: of these, the last ones.
+      in_a_row: skipped steps since the last good one.
       recent: losses of the last steps that were not skipped.
     """
 
@@ -43,7 +44,7 @@ class Progress:
     def after(self, loss: float, good: bool) -> Progress:
         if not good:
             return Progress(self.calls, self.skipped + 1, self.in_a_row + 1, self.recent)
-        return Progress(self.calls, self.skipped, 0, [*self.recent, loss][-RECENT:])
+        return Progress(self.calls, self.skipped, 0, [*self.recent, loss][-charts.FINAL_STEPS :])
 
 
 @dataclasses.dataclass
@@ -83,13 +84,13 @@ class Loop:
 
     def run(
         self, state: TrainState, progress: Progress
-    ) -> tuple[TrainState, Progress, dict[str, float], str | None]:
+    ) -> tuple[Progress, dict[str, float], str | None]:
         """Take the calls that are left.
 
         Every process of a run takes every call, evaluates, saves and profiles at the same ones.
 
         Returns:
-          The last state and progress, what the hook measured last, and the signal that has stopped
+          How far it came, what the hook measured last, and the signal that has stopped
           the run, None at its end. All is saved then.
 
         Raises:
@@ -126,9 +127,11 @@ class Loop:
                 if stopped:
                     self.save(state, progress)
                     break
-        return state, progress, comm_hooks.measured(state), stopped
+        return progress, comm_hooks.measured(state), stopped
 
     def _bar(self, progress: Progress) -> tqdm.tqdm[Any]:
+        import tqdm
+
         return tqdm.tqdm(
             total=self.steps,
             initial=progress.calls // self.every_k,
@@ -187,7 +190,7 @@ class Loop:
         )
 
     def save(self, state: TrainState, progress: Progress, wait: bool = True) -> None:
-        """Save the state, unless it is; after what is written of it already."""
+        """Save the state, unless the newest checkpoint is of this call."""
         if self.checkpoints is None:
             return
         if self.saved != progress.calls:

@@ -22,6 +22,7 @@ class Profile:
     steps: range
     hosts: Sequence[str]  # by process
     running: bool = False
+    written: bool = False
 
     @property
     def session(self) -> str:
@@ -38,11 +39,16 @@ class Profile:
     def stop(self) -> None:
         """Write it, if it has begun and is not written."""
         if self.running:
-            self.running = False
+            self.running, self.written = False, True
             jax.profiler.stop_trace()
 
     def told(self) -> str:
         """Return lines for the end of a run: where the profile is, and what shows it."""
+        if not self.written:
+            return (
+                f"\nno profile of steps {self.steps.start} to {self.steps.stop - 1}: the first was "
+                "taken before this start"
+            )
         where = ", on each host" if len(set(self.hosts)) > 1 else ""
         return (
             f"\nprofile of steps {self.steps.start} to {self.steps.stop - 1}: {self.directory}"

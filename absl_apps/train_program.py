@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -62,7 +63,7 @@ def model(chosen: Mapping[str, Any]) -> transformer.Config:
     )
 
 
-def schedule(chosen: Mapping[str, Any]) -> Any:
+def schedule(chosen: Mapping[str, Any]) -> optax.Schedule:
     """Return the learning rate of each step."""
     peak = chosen["learning_rate"]
     if peak is None:
@@ -74,7 +75,8 @@ def describe(chosen: Mapping[str, Any], mesh: jax.sharding.Mesh) -> Program:
     """Describe the step that absl_apps.train takes with these flags on this mesh.
 
     Args:
-      chosen: flags by name: PROGRAM's, and of the optimizer's those that are there.
+      chosen: flags by name, as of train_flags; those of the optimizer that are left out take
+        defaults.
       mesh: devices, here or not.
 
     Raises:
@@ -123,7 +125,7 @@ def check_limit(mesh: jax.sharding.Mesh, memory_limit: int | None) -> None:
 
 
 def plan(chosen: Mapping[str, Any], mesh: jax.sharding.Mesh, memory_limit: int | None) -> aot.Plan:
-    """Find the fewest microbatches of a step that fit; of the divisors of a device's batch.
+    """Find the fewest microbatches of a call that fit; of the divisors of a device's batch.
 
     Args:
       chosen, mesh: as of `describe`.

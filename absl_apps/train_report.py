@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from absl_apps import comm_hooks, run_files, train_program, transformer
+from absl_apps import comm_hooks, environment, train_program, transformer
 from absl_apps.train_start import Start
 from absl_apps.train_state import TrainState
 from gradaccum import aot, audit
@@ -49,10 +49,10 @@ def unit(start: Start) -> str:
     return "byte" if start.data.corpus.dtype.itemsize == 1 else "token"
 
 
-def described(start: Start, state: TrainState, chosen: Mapping[str, Any], microbatches: int) -> str:
+def described(start: Start, state: TrainState, microbatches: int) -> str:
     """Return the lines that are printed before anything is compiled."""
     corpus, data = start.data.corpus, start.data
-    mesh, processes = start.mesh, jax.process_count()
+    chosen, mesh, processes = start.chosen, start.mesh, jax.process_count()
     of = unit(start)
     held_out = 0 if data.held_out is None else len(data.held_out)
     calls = chosen["every_k"]
@@ -73,21 +73,20 @@ def described(start: Start, state: TrainState, chosen: Mapping[str, Any], microb
     )
 
 
-def run_json(start: Start, built: Built, chosen: Mapping[str, Any], step: int) -> dict[str, Any]:
+def run_json(start: Start, built: Built, step: int) -> dict[str, Any]:
     """Return what run.json holds from before the first step on.
 
     Args:
       start, built: of the run.
-      chosen: its flags.
       step: the first that is to be taken now.
     """
     state, plan, report = built.program.state, built.plan, built.report
     corpus = start.data.corpus
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    facts = run_files.environment(start.mesh)
+    facts = environment.environment(start.mesh)
     earlier = (start.outputs.earlier or {}).get("starts", [])
     return {
-        "flags": dict(chosen),
+        "flags": dict(start.chosen),
         **facts,
         "starts": [*earlier, {"step": step, "time": now, "commit": facts.get("commit")}],
         "mesh": dict(start.mesh.shape),
@@ -133,14 +132,14 @@ def ended(start: Start, run: Mapping[str, Any], measured: Mapping[str, float], r
       measured: by the hook.
       recent: steps that the final loss is the mean of.
     """
-    of, flags = unit(start), run["flags"]
+    of, given = unit(start), run["flags"]
     left = ["metrics.jsonl", "run.json", "loss.png", "tensorboard/"]
-    left += ["checkpoints/"] if flags["keep"] else []
+    left += ["checkpoints/"] if given["keep"] else []
     skipped = f"skipped: {run['skipped']} steps that were not finite\n" if run["skipped"] else ""
     return (
         f"final loss: {run['final_loss']:.3f} nats a {of}, the mean of the last {recent} of "
-        f"{flags['steps']} steps\n"
+        f"{given['steps']} steps\n"
         f"{of}-unigram entropy: {run['data']['unigram_entropy']:.3f} nats a {of}\n"
         f"{skipped}{comm_hooks.told(measured)}"
-        f"took {run['seconds']:.0f} s; in {start.outputs.workdir}: {' '.join(left)}"
+        f"this start took {run['seconds']:.0f} s; in {start.outputs.workdir}: {' '.join(left)}"
     )

@@ -57,10 +57,7 @@ class Setup:
         return layers.sharded(MODEL_AXIS, self.sequence_parallel)
 
     def specs(self, stage: int) -> transformer.Params:
-        """Return how what a ZeRO stage splits lies on the mesh, in the structure of parameters.
-
-        Stage 1 is of moments, 2 of gradients, 3 of parameters.
-        """
+        """Return the specs of moments (stage 1), gradients (2) or parameters (3)."""
         model = transformer.specs(MODEL_AXIS if MODEL_AXIS in self.mesh.shape else None)
         if self.zero < stage:
             return model

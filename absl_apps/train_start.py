@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from absl_apps import (
     cluster,
     comm_hooks,
     corpus,
+    environment,
     flag_parsing,
     meshes,
     microbatch_flags,
@@ -26,7 +28,6 @@ from absl_apps import (
     train_checks,
     train_flags,
     train_program,
-    transformer,
 )
 
 
@@ -51,20 +52,18 @@ class Start:
     """What a run begins with.
 
     Attributes:
+      chosen: the flags, by name.
       mesh: the devices.
-      config: the model.
       devices: along the data axes.
-      hook: the communication hook, or None.
       memory_limit: bytes of a device for --microbatches=auto; None: the device's own.
       data: what to train on.
       outputs: the files of the run.
       hosts: names of the hosts, by process.
     """
 
+    chosen: Mapping[str, Any]
     mesh: jax.sharding.Mesh
-    config: transformer.Config
     devices: int
-    hook: Any
     memory_limit: int | None
     data: Data
     outputs: run_files.RunFiles
@@ -82,7 +81,9 @@ def start(FLAGS: flags.FlagValues) -> Start:  # noqa: N803
       ValueError: in all processes, with the first of the mistakes.
     """
     with cluster.failing_together():
-        config = train_program.model(flag_parsing.chosen(FLAGS, train_flags.GROUPS))
+        _check_installed()
+        chosen = flag_parsing.chosen(FLAGS, train_flags.GROUPS)
+        config = train_program.model(chosen)
         asked = FLAGS.mesh or f"{meshes.DATA_AXIS}={jax.device_count()}"
         axes = meshes.parse(asked)
         train_checks.check_model_axis(axes, config, FLAGS.seq_len, FLAGS.sequence_parallel)
@@ -104,7 +105,6 @@ def start(FLAGS: flags.FlagValues) -> Start:  # noqa: N803
         outputs, hosts = _agreed(FLAGS, mesh, data)
     with cluster.failing_together():
         if outputs.writes and outputs.earlier is not None:
-            chosen = flag_parsing.chosen(FLAGS, train_flags.GROUPS)
             outputs.check_same(chosen, train_flags.RESUMABLE)
             _check_same_data(outputs, data)
         if not outputs.writes and FLAGS.keep and not os.path.isdir(outputs.workdir):
@@ -112,7 +112,14 @@ def start(FLAGS: flags.FlagValues) -> Start:  # noqa: N803
                 f"{outputs.where}: is not where process 0 has it; give all processes one "
                 "directory that they share, or --keep=0 for a run without checkpoints."
             )
-    return Start(mesh, config, devices, hook, limit, data, outputs, hosts)
+    return Start(chosen, mesh, devices, limit, data, outputs, hosts)
+
+
+def _check_installed() -> None:
+    """Raises ValueError where a library is missing, which a run may need after a week only."""
+    for library in ("grain", "matplotlib", "orbax", "tensorboardX", "tqdm"):
+        if importlib.util.find_spec(library) is None:
+            raise ValueError(f"{library} is not installed; pip install 'gradaccum[apps]'.")
 
 
 def _data(FLAGS: flags.FlagValues) -> Data:  # noqa: N803
@@ -161,10 +168,10 @@ def _agreed(
 
     What differs between processes would have them wait for each other for ever.
     """
-    facts = train_flags.agreed(FLAGS) | run_files.environment(mesh)["versions"]
+    facts = train_flags.agreed(FLAGS) | environment.versions()
     del facts["python"]  # its patches do no harm
     facts["num_processes"] = FLAGS.num_processes or jax.process_count()
-    facts["data"] = f"{data.corpus.size:,} tokens, SHA-256 {data.fingerprint}"
+    facts["data"] = f"{data.corpus.size:,} tokens, fingerprint {data.fingerprint}"
     workdir = FLAGS.workdir or os.path.join("runs", time.strftime("%Y%m%d-%H%M%S"))
     told = cluster.agree(facts | {"_workdir": workdir, "_host": platform.node()})
     outputs = run_files.RunFiles(str(told[0]["_workdir"]), writes=jax.process_index() == 0)
@@ -176,6 +183,6 @@ def _check_same_data(outputs: run_files.RunFiles, data: Data) -> None:
     there = (outputs.earlier or {}).get("data", {}).get("fingerprint")
     if there != data.fingerprint:
         raise ValueError(
-            f"--data: not what the run in {outputs.where} was trained on (SHA-256 {there} there, "
-            f"{data.fingerprint} here); give it as it was, or a --workdir of its own."
+            f"--data or --eval_data: not what the run in {outputs.where} has (fingerprint {there} "
+            f"there, {data.fingerprint} here); give it as it was, or a --workdir of its own."
         )

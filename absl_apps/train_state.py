@@ -112,6 +112,7 @@ def moved(state: TrainState, setup: Setup, where: TrainState) -> TrainState:
 
 
 def _mover(setup: Setup) -> gradaccum.MultiSteps:
+    # Its resize knows the rows of windows and hooks; optimizer and k do not matter to it.
     return gradaccum.MultiSteps(
         optax.identity(), 1, axis_name=setup.data_axes, mesh=setup.mesh, comm_hook=setup.comm_hook
     )

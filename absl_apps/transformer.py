@@ -1,9 +1,9 @@
 """A decoder-only transformer in plain JAX: parameters are a dict, the model is a function.
 
-The layers are stacked along a leading axis and run in one `jax.lax.scan` under `jax.checkpoint`,
-so program size and activation memory do not grow with depth. Parameters are float32 and are cast
-to the compute dtype *inside* the layer: the stack then reaches the scan as it is stored, which is
-what lets `gradaccum.accumulate` add its gradients in place.
+The layers are stacked along a leading axis and run in one `jax.lax.scan`, so program size does not
+grow with depth; `remat` says which activations are kept, at least each layer's input. Parameters
+are float32 and are cast to the compute dtype *inside* the layer: the stack then reaches the scan as
+it is stored, which is what lets `gradaccum.accumulate` add its gradients in place.
 
 Written over `Layers`, so that it runs whole, or inside a `shard_map` with its heads, its hidden
 features and its vocabulary sharded over a model axis, by `specs`.
@@ -39,7 +39,8 @@ class Config:
     """Sizes of a transformer; `d_model` is a multiple of `2 * n_head` (rotary pairs).
 
     Attributes:
-      dropout: the part of what a layer adds to the residual stream that is dropped in training.
+      dropout: probability of dropping an element of what attention and MLP add to the residual
+        stream, in training.
       remat: of REMAT.
     """
 

@@ -41,7 +41,7 @@ class GrowingFile:
         with self._opened() as file:
             os.fsync(file)
             size = os.fstat(file).st_size
-        sync_directory(self.path)
+        sync_directory(os.path.dirname(self.path) or ".")
         return size
 
     @contextlib.contextmanager
@@ -71,13 +71,13 @@ def replace(path: str, contents: bytes) -> None:
         with contextlib.suppress(OSError):
             os.remove(partial)
         raise
-    sync_directory(path)
+    sync_directory(os.path.dirname(path) or ".")
 
 
 def sync_directory(path: str) -> None:
-    """Put the name of a file on the disk, where the file system knows how."""
+    """Put the names in a directory on the disk, where the file system knows how."""
     with contextlib.suppress(OSError):
-        directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+        directory = os.open(path, os.O_RDONLY)
         try:
             os.fsync(directory)
         finally:

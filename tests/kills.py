@@ -67,7 +67,7 @@ def stop(
         _until(process, lambda: time.monotonic() > began + wait, wait := how.uniform(0, 15))
     else:
         _until(process, lambda: steps(workdir) not in (0, before))  # it has begun
-        first = steps(workdir) + how.randrange(6)
+        first = steps(workdir) + how.randrange(3, 10)  # after a checkpoint at least
         _until(process, lambda: steps(workdir) >= first)
     if point == "checkpoint":
         _until(process, lambda: any((workdir / "checkpoints").glob("*.orbax-checkpoint-tmp*")))
@@ -113,7 +113,7 @@ def compare(
       What it printed each time.
     """
     whole, stopped, how = directory / "whole", directory / "stopped", random.Random(seed)
-    enough = f"--steps={12 + 6 * len(points)}"
+    enough = f"--steps={12 + 10 * len(points)}"
     finish(start(whole, enough))
     printed = []
     for i, point in enumerate(points):

@@ -92,17 +92,17 @@ def test_a_state_may_be_donated_as_soon_as_it_is_saved(tmp_path):
 
 def test_a_state_of_another_model_is_refused_before_it_is_read(tmp_path):
     mesh = helpers.data_mesh(8)
-    with Checkpoints(tmp_path, keep=1, flag="--there") as checkpoints:
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(1, small(mesh), {})
         other = small(mesh) | {"w": jnp.ones((8, 4), jnp.bfloat16), "new": [jnp.int32(1)] * 9}
         del other["n"]
         with pytest.raises(ValueError, match="is of another state") as error:
             checkpoints.restore(1, like(other))
         assert str(error.value) == (
-            f"--there: {tmp_path}/1 is of another state: ['n'] int32[] is not needed, "
+            f"--workdir: {tmp_path}/1 is of another state: ['n'] int32[] is not needed, "
             "['w'] is float32[8, 8], needed bfloat16[8, 4], ['new'][0] int32[] is not in it, "
             "['new'][1] int32[] is not in it, ['new'][2] int32[] is not in it, and 6 more. "
-            "Run with the flags that it was saved with, or choose another --there."
+            "Run with the flags that it was saved with, or choose another --workdir."
         )
         rbg = small(mesh) | {"key": jax.random.key(0, impl="rbg")}
         with pytest.raises(ValueError, match=r"\['key'\] is key<fry>\[\], needed key<rbg>\[\]"):

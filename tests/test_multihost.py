@@ -207,9 +207,7 @@ def test_an_error_in_one_process_ends_the_others(start, text, tmp_path):
     codes = processes.codes(within=60)
     assert codes[0] == 1
     assert codes[1] != 0
-    assert f"train: --workdir={workdir}: cannot be written: No such file" in processes.text(
-        0, "err"
-    )
+    assert f"train: --workdir={workdir}: cannot be used: No such file" in processes.text(0, "err")
 
 
 @pytest.mark.parametrize(
@@ -218,8 +216,8 @@ def test_an_error_in_one_process_ends_the_others(start, text, tmp_path):
         (
             ["--seed=1", "--max_data_bytes=99"],
             r"the processes differ: --max_data_bytes is null in process 0, 99 in process 1; "
-            r'--seed is 0 in process 0, 1 in process 1; data is "2,250 tokens, SHA-256 \w+" in '
-            r'process 0, "99 tokens, SHA-256 \w+" in process 1; start all alike\.$',
+            r'--seed is 0 in process 0, 1 in process 1; data is "2,250 tokens, fingerprint \w+" in '
+            r'process 0, "99 tokens, fingerprint \w+" in process 1; start all alike\.$',
         ),
         (["--data=/nowhere"], r"(process 1: )?--data: no file matches /nowhere\.$"),
         (["--cpu_devices=2"], r"--multihost: .* found 1 in process 0, 2 in process 1\.$"),

@@ -103,7 +103,7 @@ def test_the_loop_and_the_reduction_carry_their_scopes(taken):
 
 def test_hosts_share_a_session_and_processes_of_one_host_do_not():
     def session(*hosts):
-        return train_profile.Profile("there", range(10, 15), hosts)
+        return train_profile.Profile("there", range(10, 15), hosts, written=True)
 
     assert session("a").session == session("a", "b").session == "steps_10_15"
     assert session("a", "a").session == session("a", "b", "a").session == "steps_10_15_process_0"
@@ -134,4 +134,11 @@ def test_steps_that_are_not_taken_are_refused_in_one_line(args, message):
 def test_the_last_steps_may_be_profiled():
     assert train_checks.parse_steps(parse("--profile_steps=4:6", "--steps=6").profile_steps) == (
         range(4, 6)
+    )
+
+
+def test_a_run_that_went_on_after_the_steps_has_no_profile():
+    profile = train_profile.Profile("there", range(10, 15), ["a"])
+    assert profile.told() == (
+        "\nno profile of steps 10 to 14: the first was taken before this start"
     )

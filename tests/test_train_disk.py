@@ -1,4 +1,4 @@
-"""Disks that are full, directories that cannot be written: one line, and the run can go on."""
+"""Disks that are full, directories that cannot be used: one line, and the run can go on."""
 
 import contextlib
 import errno
@@ -79,12 +79,12 @@ def writing(module, function, name):
 FULL = {
     "metrics": (
         growing("metrics.jsonl", 400),
-        r"cannot be written: No space left on device \(.*/run/metrics\.jsonl\)\.$",
+        r"cannot be used: No space left on device \(.*/run/metrics\.jsonl\); mend that",
         (2, [2]),
     ),
     "events": (
         growing("tfevents", 500),
-        r"cannot be written: No space left on device \(.*/tensorboard/.*\)\.$",
+        r"cannot be used: No space left on device \(.*/tensorboard/.*\); mend that",
         (4, [2]),
     ),
     "checkpoint": (
@@ -100,17 +100,17 @@ FULL = {
     ),
     "chart": (
         writing(whole_writes, "replace", "loss.png"),
-        r"cannot be written: No space left on device \(.*/run/loss\.png\)\.$",
+        r"cannot be used: No space left on device \(.*/run/loss\.png\); mend that",
         (6, [2, 4, 6]),
     ),
     "first event": (
         growing("tfevents", 0),
-        r"cannot be written: No space left on device \(.*/tensorboard/.*\)\.$",
+        r"cannot be used: No space left on device \(.*/tensorboard/.*\); mend that",
         (0, None),
     ),
     "description": (
         writing(whole_writes, "replace", "run.json"),
-        r"cannot be written: No space left on device \(.*/run/run\.json\)\.$",
+        r"cannot be used: No space left on device \(.*/run/run\.json\); mend that",
         (0, None),
     ),
 }
@@ -140,7 +140,7 @@ def test_a_directory_below_a_file_is_refused(text, tmp_path):
     with unchanged(tmp_path):
         refused(
             *(tmp_path / "file" / "run", text),
-            match=r"^train: --workdir=.*/file/run: cannot be written: Not a directory \(.*\)\.$",
+            match=r"^train: --workdir=.*/file/run: cannot be used: Not a directory \(.*\); mend ",
         )
 
 

@@ -13,6 +13,6 @@ def test_a_run_that_is_stopped_leaves_what_another_does(tmp_path, monkeypatch):
     for name, text in zip(kills.ASKS, printed[-2:], strict=True):
         line = text.splitlines()[-1]
         at = (
-            rf"train: {name} at step \d+(, call [123] of 4)? of 42; saved: the same command goes on"
+            rf"train: {name} at step \d+(, call [123] of 4)? of 62; saved: the same command goes on"
         )
         assert re.fullmatch(rf"{at}\.", line), text

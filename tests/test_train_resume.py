@@ -36,7 +36,7 @@ CUT = {
         ],
         [5, 6, 11],
     ),
-    "powersgd": (["--comm_hook=powersgd:rank=2,start_step=2,min_compression_rate=1"], [1, 3]),
+    "powersgd": (["--comm_hook=powersgd:rank=2,min_compression_rate=1"], [1, 3]),
 }
 
 
@@ -84,7 +84,7 @@ def test_hooks_and_windows_are_in_what_is_compared(whole):
 
 ######################################### On other devices #######################################
 
-WINDOWS = ("--every_k=2", "--global_batch=32")
+WINDOWS = ("--every_k=2", "--microbatches=1")
 ELSEWHERE = [
     ("dp=8", "dp=4"),
     ("dp=8", "dp=4,mp=2"),

@@ -1,5 +1,6 @@
 """What a training run finds in its --workdir: nothing is overwritten, and a run ends once."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -86,7 +87,7 @@ def test_other_data_is_refused(text, workdir, tmp_path):
     with unchanged(workdir):
         refused(
             *(workdir, f"--data={tmp_path / 'other.txt'}", *PLAIN),
-            match=r"--data: not what the run in .* was trained on \(SHA-256 \w+ there, \w+ here\)",
+            match=r"--data or --eval_data: not what the run in .* has \(fingerprint \w+ there, \w+",
         )
 
 
@@ -226,3 +227,10 @@ def test_checkpoints_are_not_passed_over(text, workdir):
             *(workdir, text, *PLAIN, "--keep=0", "--checkpoint_every=0"),
             match=r"--keep=0: a run without checkpoints begins at step 0, and --workdir=.* has som",
         )
+
+
+@pytest.mark.parametrize("library", ["grain", "matplotlib", "orbax", "tensorboardX", "tqdm"])
+def test_a_missing_library_is_told_at_the_start(monkeypatch, tmp_path, library):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != library or None)
+    refused(tmp_path / "run", match=rf"{library} is not installed; pip install .*\[apps\]")
+    assert not (tmp_path / "run").exists()

@@ -30,7 +30,8 @@ def test_a_full_disk_is_one_line(tmp_path, name, act):
     with RunFiles(str(tmp_path)) as outputs, pytest.raises(ValueError, match="cannot be") as error:
         act(outputs)
     assert str(error.value) == (
-        f"--workdir={tmp_path}: cannot be written: No space left on device ({tmp_path / name})."
+        f"--workdir={tmp_path}: cannot be used: No space left on device ({tmp_path / name}); mend "
+        "that, and the same command goes on."
     )
     assert (tmp_path / "run.json").read_text() == '{"flags": {}}'
     assert not (tmp_path / "loss.png").exists()
@@ -69,7 +70,7 @@ def test_a_disk_that_fills_up_leaves_whole_lines(tmp_path, values, file):
     assert done.returncode == 0
     told, seconds = done.stdout.splitlines()
     step, _, message = told.partition(" ")
-    assert message.startswith(f"--workdir={tmp_path}: cannot be written: File too large (")
+    assert message.startswith(f"--workdir={tmp_path}: cannot be used: File too large (")
     assert file in message.rpartition("(")[2]
     assert float(seconds) < 5
     lines = (tmp_path / "metrics.jsonl").read_text()

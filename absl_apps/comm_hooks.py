@@ -103,6 +103,15 @@ def check_axes(hook: Any, data_axes: Sequence[str]) -> None:
         check_axes(hook.hook, data_axes)
 
 
+def check_devices(hook: Any, devices: int) -> None:
+    """Raise ValueError where a hook compares devices, and there is one along the data axes."""
+    if devices == 1 and isinstance(hook, hooks.gradient_noise_scale):
+        raise ValueError(
+            "--comm_hook=gradient_noise_scale: compares devices, and there is 1 along the data "
+            "axes; give 2 or more, or leave it out."
+        )
+
+
 ######################################### In a program ###########################################
 
 

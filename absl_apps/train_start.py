@@ -98,6 +98,7 @@ def start(FLAGS: flags.FlagValues) -> Start:  # noqa: N803
             train_program.check_limit(mesh, limit)
         hook = comm_hooks.parse(FLAGS.comm_hook) if FLAGS.comm_hook else None
         comm_hooks.check_axes(hook, data_axes)
+        comm_hooks.check_devices(hook, devices)
         data = _data(FLAGS)
         if data.held_out is not None and FLAGS.eval_every:
             _check_evaluated(data.held_out, FLAGS.eval_sequences)

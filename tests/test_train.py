@@ -294,6 +294,10 @@ def test_bad_flags_are_one_line(args, message):
         (["--hbm_gb=1"], r"--hbm_gb=1: is for --microbatches=auto, and --microbatches is 4; give"),
         (["--microbatches=auto"], r"--hbm_gb: a device of kind cpu has no limit of its own; say"),
         (["--microbatches=auto", "--global_batch=30"], r"--global_batch=30: .* 1 \* 8 = 8; the"),
+        (
+            ["--comm_hook=gradient_noise_scale", "--mesh=dp=1"],
+            r"noise_scale: compares devices, and there is 1 along the data axes; give 2 or more",
+        ),
         (["--workdir=/proc/none"], r"--workdir=/proc/none: cannot be used: "),
         ([f"--workdir={__file__}"], r"is a file; name a directory"),
     ],

@@ -145,7 +145,8 @@ def test_a_step_that_is_not_finite_is_left_out(name, rare, skipping):
     assert [line["loss"] is None for line in logged] == [x is None for x in want]
     assert [line["step"] for line in logged if line.get("skipped")] == [bad]
     good = [(line["loss"], loss) for line, loss in zip(logged, want, strict=True) if loss]
-    np.testing.assert_allclose(*zip(*good, strict=True), rtol=0.02 if hook else 1e-5)
+    within = {"PowerSGD": 0.1, "int8, windows": 0.02}.get(name, 1e-5)  # lossy, as of rank 2
+    np.testing.assert_allclose(*zip(*good, strict=True), rtol=within)
     schedule = optimizers.make_schedule(RATE, None, STEPS)
     rates = [float(schedule(step - (step > bad))) for step in range(STEPS)]  # it waits a step
     np.testing.assert_allclose([line["learning_rate"] for line in logged], rates, rtol=1e-6)

@@ -46,8 +46,10 @@ def find_files(patterns: Sequence[str], flag: str = "--data") -> list[str]:
         matches = [match for match in matches if os.path.isfile(match)]
         files.update(dict.fromkeys(matches))
         if not matches:
-            hint = f" (a directory; try {pattern.rstrip('/')}/**/*.txt)"
-            unmatched.append(pattern + (hint if os.path.isdir(path) else ""))
+            hint = " (no regular file)" if os.path.exists(path) else ""
+            if os.path.isdir(path):
+                hint = f" (a directory; try {pattern.rstrip('/')}/**/*.txt)"
+            unmatched.append(pattern + hint)
     if unmatched or not patterns:
         raise ValueError(f"{flag}: no file matches {', '.join(unmatched) or 'an empty list'}.")
     return list(files)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
 import platform
 import subprocess
@@ -37,6 +39,15 @@ def versions() -> dict[str, str]:
     modules = gradaccum, jax, jaxlib, np, optax
     named = {module.__name__: module.__version__ for module in modules}
     return {"python": platform.python_version(), **named}
+
+
+def distributions(*names: str) -> dict[str, str | None]:
+    """Return the version of each installed distribution, None of one that is not."""
+    found: dict[str, str | None] = dict.fromkeys(names)
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def commit(package: str = os.path.dirname(gradaccum.__file__)) -> str | None:

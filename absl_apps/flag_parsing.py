@@ -31,7 +31,8 @@ def parse(
     try:
         rest = values(argv)
     except flags.Error as error:
-        sys.exit(f"{program}: {' '.join(str(error).split())}")
+        said = str(error).removeprefix("ERROR:: ")  # absl's of a flag file
+        sys.exit(f"{program}: {' '.join(said.split())}")
     if rest[1:]:
         sys.exit(f"{program}: {rest[1]!r} is not a flag; flags are written --name=value.")
     return rest

@@ -14,28 +14,19 @@ import jax
 from jax.experimental import multihost_utils
 
 
-class Stopped(BaseException):
-    """A signal before there was anything to save; no Exception, as KeyboardInterrupt is none.
-
-    Attributes:
-      signal: its name.
-    """
-
-    def __init__(self, name: str):
-        super().__init__(name)
-        self.signal = name
-
-
 def exit_code(name: str) -> int:
     """Return 0 for SIGTERM, so that a scheduler sees success, and 130 for SIGINT."""
     return 0 if name == "SIGTERM" else 128 + signal.SIGINT
 
 
 class Signals:
-    """Hears SIGTERM and SIGINT from its `with` on. A second ctrl-C ends the process as always.
+    """Hears SIGTERM and SIGINT from its `with` on.
 
-    Until `heeded`, a signal raises `Stopped` where the program is. Of several processes JAX hears
-    SIGTERM itself, from `jax.distributed.initialize` on, and it is heeded after the first call.
+    Until `heeded`, a signal ends the process at once, and so does a second ctrl-C, whatever is
+    being written: that is never seen half done. No exception is raised, as it would come out where
+    nobody catches it: in a callback of the garbage collector, or of the compiler, which crashes.
+    Of several processes JAX hears SIGTERM itself, from `jax.distributed.initialize` on, and it is
+    heeded after the first call.
     """
 
     def __init__(self) -> None:
@@ -77,9 +68,14 @@ class Signals:
         del frame
         name = signal.Signals(number).name
         if self.heard == "SIGINT" == name:
-            raise KeyboardInterrupt
+            _end(name, "SIGINT again: stopped at once; what was saved is kept.")
         self.heard = name
         if self._many:
             os.kill(os.getpid(), signal.SIGTERM)  # which JAX hears, and tells the others
         elif not self._heeds:
-            raise Stopped(name)
+            _end(name, f"{name} before the first step of this start; nothing new to save.")
+
+
+def _end(name: str, text: str) -> None:
+    os.write(1, f"train: {text}\n".encode())  # print may be what was interrupted
+    os._exit(exit_code(name))

@@ -236,11 +236,8 @@ def main(argv: list[str]) -> None:
         with cluster.ending_together():
             cluster.join("train", FLAGS, notices=True)  # makes the first device query
             train(FLAGS)
-    except stopping.Stopped as stopped:
-        print(f"train: {stopped.signal} before the first step; nothing new to save.")
-        sys.exit(stopping.exit_code(stopped.signal))
-    except KeyboardInterrupt:
-        sys.exit("train: stopped at once; what was saved is kept.")
+    except KeyboardInterrupt:  # before the run hears signals itself
+        sys.exit(stopping.exit_code("SIGINT"))
 
 
 if __name__ == "__main__":

@@ -248,7 +248,8 @@ def _define_output(values: flags.FlagValues) -> None:
         values,
         "checkpoint_every",
         50,
-        "Steps between checkpoints, beside those at the end and at SIGTERM; 0: none but these.",
+        "Steps between checkpoints, beside those at the end and at SIGTERM; 0: none but these. "
+        "Each is named after the calls taken: steps * every_k.",
         0,
     )
     _integer(values, "keep", 3, "Checkpoints to keep, the newest; 0: none is written.", 0)

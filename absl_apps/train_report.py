@@ -84,6 +84,7 @@ def run_json(start: Start, built: Built, step: int) -> dict[str, Any]:
     corpus = start.data.corpus
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     facts = environment.environment(start.mesh)
+    facts["versions"] |= environment.distributions("grain", "orbax-checkpoint", "tensorboardX")
     earlier = (start.outputs.earlier or {}).get("starts", [])
     return {
         "flags": dict(start.chosen),

@@ -53,6 +53,11 @@ def test_every_unmatched_pattern_is_named(texts):
     assert str(texts / "*.txt") not in str(error.value)
 
 
+def test_what_is_no_regular_file_is_not_read():
+    with pytest.raises(ValueError, match=r"^--data: no file matches /dev/null \(no regular file\)"):
+        corpus.find_files(["/dev/null"])
+
+
 def test_no_pattern_matches_no_file():
     with pytest.raises(ValueError, match=r"^--data: no file matches an empty list\.$"):
         corpus.find_files([])

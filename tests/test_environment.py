@@ -2,7 +2,9 @@
 
 import subprocess
 
-from absl_apps.environment import commit
+import numpy as np
+
+from absl_apps.environment import commit, distributions
 
 
 def git(directory, *arguments):
@@ -47,3 +49,8 @@ def test_a_vendored_package_is_not_the_repository_s(tmp_path):
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-qm", "a monorepo")
     assert commit(str(package)) is None
+
+
+def test_versions_of_what_is_installed_and_of_what_is_not():
+    found = distributions("numpy", "no-such-thing")
+    assert found == {"numpy": np.__version__, "no-such-thing": None}

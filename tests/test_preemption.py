@@ -103,4 +103,6 @@ def test_a_signal_before_the_first_step_ends_in_one_line(text, tmp_path):
                 process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0
     # It may come in the middle of another line.
-    assert line.endswith("train: SIGTERM before the first step; nothing new to save.\n")
+    assert line.endswith(
+        "train: SIGTERM before the first step of this start; nothing new to save.\n"
+    )

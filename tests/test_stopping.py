@@ -33,43 +33,50 @@ def test_a_signal_stops_no_call_and_is_told_after_it(number):
         assert [signals.asked(2), signals.asked(3)] == [number.name] * 2
 
 
-def test_the_second_ctrl_c_ends_the_process_as_always():
+class Ended(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture
+def ending(monkeypatch):
+    def end(code):
+        raise Ended(code)
+
+    monkeypatch.setattr(stopping.os, "_exit", end)
+
+
+def test_the_second_ctrl_c_ends_the_process_at_once(ending, capfd):
     with stopping.Signals() as signals:
         signals.heeded()
         signal.raise_signal(signal.SIGINT)
         assert signals.asked(1) == "SIGINT"
         for _ in range(2):  # and any other
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(Ended, match="130"):
                 signal.raise_signal(signal.SIGINT)
+    line = "train: SIGINT again: stopped at once; what was saved is kept.\n"
+    assert capfd.readouterr().out == 2 * line
 
 
-def test_sigterm_is_patient():
+def test_sigterm_is_patient(ending):
     """A scheduler may send it again, and ctrl-C after it is the first of its kind."""
     with stopping.Signals() as signals:
         signals.heeded()
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             signal.raise_signal(number)
         assert signals.asked(1) == "SIGINT"
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Ended, match="130"):
             signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("number", BOTH)
-def test_before_there_is_anything_to_save_a_signal_ends_at_once(number):
-    with stopping.Signals(), pytest.raises(stopping.Stopped) as stopped:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, "130"), (signal.SIGTERM, "0")])
+def test_before_there_is_anything_to_save_a_signal_ends_at_once(ending, capfd, number, code):
+    with stopping.Signals(), pytest.raises(Ended, match=code):
         signal.raise_signal(number)
-    assert not isinstance(stopped.value, Exception)  # no handler of errors is to stop it
-    assert stopped.value.signal == number.name
+    line = f"train: {number.name} before the first step of this start; nothing new to save.\n"
+    assert capfd.readouterr().out == line
 
 
-def test_sigterm_and_ctrl_c_before_the_first_step():
-    with stopping.Signals():
-        for number in BOTH:
-            with pytest.raises(stopping.Stopped, match=number.name):
-                signal.raise_signal(number)
-
-
-@pytest.mark.parametrize("error", [None, ValueError, stopping.Stopped("SIGTERM")])
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
 def test_handlers_are_again_what_they_were(handlers, error):
     signal.signal(signal.SIGTERM, mine := lambda *_: None)
     try:
@@ -78,7 +85,7 @@ def test_handlers_are_again_what_they_were(handlers, error):
             assert signal.getsignal(signal.SIGINT) is not handlers[0]
             if error is not None:
                 raise error
-    except (ValueError, stopping.Stopped):
+    except (ValueError, KeyboardInterrupt):
         assert error is not None
     assert signal.getsignal(signal.SIGTERM) is mine
     assert signal.getsignal(signal.SIGINT) is handlers[0]

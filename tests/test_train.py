@@ -344,6 +344,8 @@ def test_flagfile(tmp_path):
     (tmp_path / "small.flags").write_text("--steps=7\n# wide\n--d_model=64\n")
     values = parse(f"--flagfile={tmp_path / 'small.flags'}", "--d_model=32")
     assert (values.steps, values.d_model) == (7, 32)
+    with pytest.raises(SystemExit, match=r"^train: Unable to open flagfile: .*/none"):
+        parse(f"--flagfile={tmp_path / 'none'}")
 
 
 ######################################## The real command ########################################

@@ -23,7 +23,7 @@ import absl_apps
 ROOT = pathlib.Path(absl_apps.__file__).parent.parent
 # All that a state can hold: an open window of rows, a hook's errors, keys of dropout.
 RUN = (
-    *("--d_model=16", "--n_layer=2", "--n_head=2", "--seq_len=16", "--global_batch=64"),
+    *("--d_model=16", "--n_layer=1", "--n_head=2", "--seq_len=16", "--global_batch=64"),
     *("--microbatches=2", "--every_k=4", "--eval_every=7", "--checkpoint_every=3"),
     *("--dropout=0.1", "--comm_hook=int8_quantize:error_feedback=True", "--cpu_devices=4"),
 )
@@ -64,10 +64,11 @@ def stop(
     """
     before, began = steps(workdir), time.monotonic()
     if point == "anywhere":
-        _until(process, lambda: time.monotonic() > began + wait, wait := how.uniform(0, 15))
+        wait = how.uniform(0, 12)  # which is long before the first step, or so many after it
+        _until(process, lambda: time.monotonic() > began + wait or steps(workdir) > before + 6)
     else:
         _until(process, lambda: steps(workdir) not in (0, before))  # it has begun
-        first = steps(workdir) + how.randrange(3, 10)  # after a checkpoint at least
+        first = steps(workdir) + how.randrange(3, 8)  # after a checkpoint at least
         _until(process, lambda: steps(workdir) >= first)
     if point == "checkpoint":
         _until(process, lambda: any((workdir / "checkpoints").glob("*.orbax-checkpoint-tmp*")))
@@ -113,7 +114,7 @@ def compare(
       What it printed each time.
     """
     whole, stopped, how = directory / "whole", directory / "stopped", random.Random(seed)
-    enough = f"--steps={12 + 10 * len(points)}"
+    enough = f"--steps={8 + 8 * len(points)}"
     finish(start(whole, enough))
     printed = []
     for i, point in enumerate(points):

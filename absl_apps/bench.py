@@ -50,6 +50,7 @@ of the gradients once, 268,435,456 / 16 = 16,777,216 bytes, and 512 bytes of the
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import platform
@@ -62,9 +63,9 @@ import jax
 import jax.numpy as jnp
 from absl import app, flags
 
-from absl_apps import bench_flags, environment, flag_parsing, meshes
+from absl_apps import bench_chart, bench_flags, environment, flag_parsing, meshes
 from absl_apps.bench_measure import TOLERANCES, Row, compile_row, program_sizes, run_rounds
-from absl_apps.bench_problem import OURS
+from absl_apps.bench_problem import OURS, Problem
 from gradaccum import aot, audit
 
 NOT_MEASURED = "not measured"
@@ -214,6 +215,7 @@ def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
                 f"device; a gradient tree / {FLAGS.dp} is {shard:,}"
             )
 
+    swept = sweep(FLAGS, problem)
     sizes = {}
     if FLAGS.program_size:
         sizes = program_sizes(builders[OURS], problem, bench_flags.PROGRAM_SIZES)
@@ -231,11 +233,34 @@ def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         "tolerance": TOLERANCES[FLAGS.dtype],
         "differences": differences,
         "contenders": summaries,
+        "sweep": swept,
         "program_instructions": sizes,
     }
     if FLAGS.json:
         flag_parsing.write_json(FLAGS.json, results)
+    if FLAGS.png:
+        bench_chart.draw(
+            summaries, swept, f"{problem.title}, {mesh.size} {kind} devices", FLAGS.png
+        )
     return results
+
+
+def sweep(FLAGS: flags.FlagValues, problem: Problem) -> dict[int, dict[str, Any]]:  # noqa: N803
+    """Measure the contenders at other numbers of microbatches; return their summaries by these."""
+    found = {}
+    builders = bench_flags.CONTENDERS[FLAGS.problem]
+    for k in map(int, FLAGS.sweep or ()):
+        resized = dataclasses.replace(problem, grad_acc_steps=k)
+        names = FLAGS.contenders or bench_flags.DEFAULTS[FLAGS.problem]
+        rows = {name: compile_row(builders[name](resized), problem.mesh) for name in names}
+        if not FLAGS.topology:
+            run_rounds(rows, resized, FLAGS.rounds)
+        size = problem.gradient_bytes
+        found[k] = {
+            name: summary(row, rows[OURS], size, FLAGS.num_slices) for name, row in rows.items()
+        }
+        print(f"with {k:,} microbatches:\n{markdown(found[k], size, problem.unit)}\n", flush=True)
+    return found
 
 
 def main(argv: list[str]) -> None:

@@ -32,8 +32,8 @@ GROUPS = {  # the order of --help; a test keeps it complete
         "num_slices",
         "dtype",
     ),
-    "Measurement": ("contenders", "rounds", "program_size", "topology", "donate"),
-    "Output": ("json",),
+    "Measurement": ("contenders", "rounds", "sweep", "program_size", "topology", "donate"),
+    "Output": ("json", "png"),
 }
 PROGRAM_SIZES = 2, 1024  # microbatches for which gradaccum's program is to be equally long
 
@@ -81,6 +81,13 @@ def define(values: flags.FlagValues) -> None:
         flag_values=values,
     )
     integer("rounds", 5, "Steps timed of each contender, after one that is not.")
+    flags.DEFINE_list(
+        "sweep",
+        None,
+        "Numbers of microbatches to measure as well, of the same batch, as 1,4,16,64. Default: "
+        "none.",
+        flag_values=values,
+    )
     flags.DEFINE_bool(
         "program_size",
         True,
@@ -101,6 +108,7 @@ def define(values: flags.FlagValues) -> None:
         flag_values=values,
     )
     flag_parsing.define_json(values, "File for all that was measured.")
+    flag_parsing.define_file(values, "png", "File for a picture of it.")
 
     factors = ["grad_acc_steps", "dp", "num_slices"]
 
@@ -114,6 +122,18 @@ def define(values: flags.FlagValues) -> None:
                 f"{' * '.join(str(sizes[name]) for name in factors)} = {multiple}; the nearest "
                 f"that is: {f'{below} or ' if below else ''}{below + multiple}."
             )
+        return True
+
+    @flags.multi_flags_validator(["sweep", "batch_size", "dp", "num_slices"], flag_values=values)
+    def _sweep(sizes: dict[str, Any]) -> bool:
+        devices = sizes["dp"] * sizes["num_slices"]
+        for text in sizes["sweep"] or ():
+            k = int(text) if text.isdigit() else 0
+            if not k or sizes["batch_size"] % (k * devices):
+                raise flags.ValidationError(
+                    f"{text!r} microbatches: needed is a number whose product with {devices} "
+                    f"devices divides --batch_size={sizes['batch_size']}."
+                )
         return True
 
     @flags.multi_flags_validator(["problem", "contenders"], flag_values=values)
@@ -130,7 +150,7 @@ def define(values: flags.FlagValues) -> None:
             )
         return True
 
-    del _batch, _contenders  # registered
+    del _batch, _sweep, _contenders  # registered
 
 
 parse = functools.partial(flag_parsing.parse, "bench", GROUPS, define)  # (argv, values, manual)

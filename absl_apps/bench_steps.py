@@ -7,14 +7,17 @@ and devices, the update optax.sgd's. Each is written as well as its idea allows.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optax.microbatching import AccumulationType, microbatch
 
 import gradaccum
 from absl_apps.bench_calls import in_calls
@@ -109,6 +112,83 @@ def shard_map(problem: Problem) -> Contender:
     return _whole_step(problem, value_and_grad)
 
 
+def reduced(problem: Problem) -> Contender:
+    """JAX's own recipe on Explicit axes: parameters `reduced`, so gradients `unreduced`.
+
+    The scalar loss is reduced in every microbatch: only products have an unreduced result.
+    """
+    axis_types = (AxisType.Explicit,) * len(problem.axes)
+    mesh = jax.sharding.Mesh(problem.mesh.devices, problem.axes, axis_types=axis_types)
+    problem = dataclasses.replace(problem, mesh=mesh)
+    k, n, axes = problem.grad_acc_steps, mesh.size, set(problem.axes)
+
+    def where(*spec: Any, **kinds: Any) -> NamedSharding:
+        return NamedSharding(mesh, P(*spec, **kinds))
+
+    def value_and_grad(params: jax.Array, batch: jax.Array) -> Any:
+        params = jax.reshard(params, where(reduced=axes))
+        # Each device's own rows in k parts: no row travels.
+        batch = batch.reshape(n, k, -1, problem.d_model, out_sharding=where(problem.axes))
+        batch = batch.swapaxes(0, 1)
+        batch = batch.reshape(k, -1, problem.d_model, out_sharding=where(None, problem.axes))
+
+        def add(total: Any, microbatch: jax.Array) -> tuple[Any, None]:
+            new = jax.value_and_grad(loss_fn)(params, microbatch)
+            return jax.tree.map(jnp.add, total, new), None
+
+        grads = jax.reshard(jnp.zeros(params.shape, params.dtype), where(unreduced=axes))
+        (loss, grads), _ = jax.lax.scan(add, (jnp.zeros(()), grads), batch)
+        return loss / k, jax.reshard(grads, where()) / k
+
+    contender = _whole_step(problem, value_and_grad)
+    return contender._replace(
+        prepare=lambda *arrays: (
+            jax.device_put(arrays[0], problem.replicated),
+            jax.device_put(arrays[1], problem.split),
+        )
+    )
+
+
+def microbatching(problem: Problem) -> Contender:
+    """optax.microbatching.microbatch of value_and_grad, under jit."""
+    return _whole_step(
+        problem,
+        microbatch(
+            jax.value_and_grad(loss_fn),
+            argnums=1,
+            microbatch_size=problem.batch_size // problem.grad_acc_steps,
+            accumulator=AccumulationType.MEAN,
+        ),
+    )
+
+
+def limit(problem: Problem) -> Contender:
+    """k gradients on each device, of which the last is kept: neither summed nor reduced.
+
+    What a step takes at least, then. Only the loss is a mean.
+    """
+
+    k = problem.grad_acc_steps
+
+    def local(params: jax.Array, batch: jax.Array) -> Any:
+        def replace(carry: Any, microbatch: jax.Array) -> tuple[Any, None]:
+            loss, grads = jax.value_and_grad(loss_fn)(params, microbatch)
+            return (carry[0] + loss, grads), None
+
+        zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+        loss, grads = jax.lax.scan(replace, zeros, batch.reshape(k, -1, problem.d_model))[0]
+        return jax.lax.pmean(loss / k, problem.axes), grads
+
+    value_and_grad = jax.shard_map(
+        local,
+        mesh=problem.mesh,
+        in_specs=(P(), P(problem.axes)),
+        out_specs=P(),
+        check_vma=False,
+    )
+    return _whole_step(problem, value_and_grad)._replace(tolerance=math.inf)
+
+
 def multisteps(problem: Problem) -> Contender:
     """optax.MultiSteps: k calls of one jitted microbatch step, the batch sharded."""
     tx = optax.MultiSteps(optax.sgd(LEARNING_RATE), every_k_schedule=problem.grad_acc_steps)
@@ -139,12 +219,15 @@ def fsdp(problem: Problem) -> Contender:
     return decorated(problem, problem.params_split, in_specs=(problem.params_split,))
 
 
-DEFAULT = ("naive", "multisteps", "shard_map", OURS)
+DEFAULT = ("naive", "multisteps", "microbatching", "reduced", "shard_map", "limit", OURS)
 
 CONTENDERS: dict[str, Callable[[Problem], Contender]] = {
     "naive": naive,
     "multisteps": multisteps,
+    "microbatching": microbatching,
+    "reduced": reduced,
     "shard_map": shard_map,
+    "limit": limit,
     OURS: decorated,
     "gradaccum_by_value": lambda problem: decorated(problem, fused=False),
     "zero2": zero2,

@@ -39,18 +39,23 @@ def parse(
 
 
 def define_json(values: flags.FlagValues, text: str) -> None:
-    """Define --json, a file to write at the end; that it can be is checked at the start."""
-    flags.DEFINE_string("json", None, text, flag_values=values)
+    """Define --json, a file to write at the end."""
+    define_file(values, "json", text)
 
-    @flags.validator("json", flag_values=values)
-    def _json(path: str | None) -> bool:
+
+def define_file(values: flags.FlagValues, name: str, text: str) -> None:
+    """Define a file to write at the end; that it can be is checked at the start."""
+    flags.DEFINE_string(name, None, text, flag_values=values)
+
+    @flags.validator(name, flag_values=values)
+    def _file(path: str | None) -> bool:
         if path and not os.path.isdir(os.path.dirname(path) or "."):
             raise flags.ValidationError(f"there is no directory {os.path.dirname(path)}.")
         if path and os.path.isdir(path):
             raise flags.ValidationError("is a directory; name a file in it.")
         return True
 
-    del _json  # registered
+    del _file  # registered
 
 
 def help_text(values: flags.FlagValues, groups: Groups) -> str:

@@ -7,11 +7,17 @@ The step is that of eight residual layers of 512 in a scan, batch 512 in 64 micr
 data parallel over 8 devices: accelerators where there are any, else simulated on the CPU. In every
 round each contender takes one step, in an order that rotates. The time is the median over rounds;
 the ratio is the median of each round's own ratio to gradaccum. Loss and new parameters must agree
-before any time is printed, or the program exits with an error. Expected on 2 CPU cores with jax
-0.10.2 or newer: the naive step takes at least 4 times as long as gradaccum's, the hand-written
-shard_map loop about 1.3 times. A run with jax 0.10.2 at a load average of 2 to 6 gave 5.4 and 1.34,
-in 70 s and 98 s of CPU time. The load average is printed because on a busy machine single ratios
-mean little.
+before any time is printed, or the program exits with an error. Beside the naive step stand
+optax.MultiSteps and optax.microbatching, JAX's own recipe of `reduced` parameters and `unreduced`
+gradients on Explicit axes, a hand-written shard_map loop, and `limit`, which takes the k gradients
+and neither sums nor reduces them. Expected on 2 CPU cores with jax 0.10.2 or newer: the naive step
+takes at least 4 times as long as gradaccum's, the shard_map loop about 1.4 times, the limit as
+long. A run with jax 0.10.2 at a load average of 2 to 4 gave 4.79, 1.45 and 0.98, in 97 s. The load
+average is printed because on a busy machine single ratios mean little.
+
+The same batch in other numbers of microbatches, and a picture of it all:
+
+    python -m absl_apps.bench --sweep=4,16,64 --png=bench.png
 
 A window of 8 calls: optax.MultiSteps in a jitted step against gradaccum.MultiSteps, both of adamw:
 

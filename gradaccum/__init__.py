@@ -2,9 +2,13 @@
 
 `accumulate` decorates a loss function: it runs in microbatches and its gradients are averaged
 over the devices once. `MultiSteps` does the same where microbatches arrive call by call: it takes
-the `Unreduced` gradients of `unreduced_value_and_grad`. `pad_batch`
-makes a ragged batch fit. `gradaccum.audit` shows what a compiled program communicates.
-`gradaccum.tensor_parallel` has the operators for model axes.
+the `Unreduced` gradients of `unreduced_value_and_grad`. `pad_batch` makes a ragged batch fit.
+
+- `gradaccum.hooks`: what takes the mean instead of an all-reduce (bfloat16, int8, PowerSGD).
+- `gradaccum.tensor_parallel`: the operators, layers and loss for model axes.
+- `gradaccum.audit`: what a compiled program communicates, loops multiplied out.
+- `gradaccum.aot`: meshes of TPUs and GPUs that are not here; microbatches that fit their memory.
+- `gradaccum.frameworks`: recipes for Haiku, Flax linen, Flax nnx and Equinox.
 """
 
 from gradaccum import audit as audit

@@ -57,10 +57,8 @@ of the gradients once, 268,435,456 / 16 = 16,777,216 bytes, and 512 bytes of the
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import platform
-import statistics
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -72,77 +70,8 @@ from absl import app, flags
 from absl_apps import bench_chart, bench_flags, environment, flag_parsing, meshes
 from absl_apps.bench_measure import TOLERANCES, Row, compile_row, program_sizes, run_rounds
 from absl_apps.bench_problem import OURS, Problem
+from absl_apps.bench_report import lost, markdown, summary
 from gradaccum import aot, audit
-
-NOT_MEASURED = "not measured"
-
-
-############################################ Reporting ###########################################
-
-
-def summary(row: Row, ours: Row, gradient_bytes: int, slices: int) -> dict[str, Any]:
-    """What --json holds of a contender; times are None where nothing ran."""
-    ratios = [a / b for a, b in zip(row.seconds, ours.seconds, strict=True)]
-    all_reduces, size = row.reductions()
-    return {
-        "median_seconds": statistics.median(row.seconds) if row.seconds else None,
-        "min_seconds": min(row.seconds, default=None),
-        "max_seconds": max(row.seconds, default=None),
-        "seconds": row.seconds,
-        "ratio": statistics.median(ratios) if ratios else None,
-        "all_reduces": all_reduces,
-        "all_reduce_bytes": size,
-        "other_collective_bytes": row.others(),
-        "wire_bytes": row.wire(),
-        "calls": row.contender.calls,
-        "temp_bytes": row.temp_bytes,
-        "temp_gradient_trees": row.temp_bytes / gradient_bytes,
-        "peak_bytes": row.peak_bytes,
-        "gradient_peak_bytes": row.gradient_peak_bytes,
-        "bytes_across_slices": row.across_slices() if slices > 1 else None,
-        "state_bytes": row.contender.state_bytes,
-        "compile_seconds": row.compile_seconds,
-    }
-
-
-def markdown(
-    summaries: Mapping[str, Mapping[str, Any]], gradient_bytes: int, unit: str = "step"
-) -> str:
-    """Return the table; a gradient tree that is held from call to call is named apart."""
-    header = [
-        *(unit, "median, s", "min to max, s", "ratio", f"all-reduces a {unit}", f"bytes a {unit}"),
-        "sent by each device",
-        *("temporary memory, gradient trees", "peak memory, bytes", "of its gradients alone"),
-        "compile, s",
-    ]
-    lines = [f"| {' | '.join(header)} |", "| --- " + "| ---: " * (len(header) - 1) + "|"]
-    for name, s in summaries.items():
-        timed = s["median_seconds"] is not None
-        memory = f"{s['temp_gradient_trees']:.2f}"
-        if s["state_bytes"]:
-            memory += f" + {s['state_bytes'] / gradient_bytes:.2f} state"
-        cells = [
-            name,
-            f"{s['median_seconds']:.3g}" if timed else NOT_MEASURED,
-            f"{s['min_seconds']:.3g} to {s['max_seconds']:.3g}" if timed else NOT_MEASURED,
-            f"{s['ratio']:.2f}" if timed else NOT_MEASURED,
-            f"{s['all_reduces']:,}",
-            f"{s['all_reduce_bytes']:,}",
-            f"{s['wire_bytes']:,}",
-            memory,
-            f"{s['peak_bytes']:,}",
-            f"{s['gradient_peak_bytes']:,}" if s["gradient_peak_bytes"] is not None else "-",
-            f"{s['compile_seconds']:.1f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _lost(name: str, difference: Mapping[str, float], row: Row) -> str:
-    limit = row.contender.tolerance
-    allowed = "no mean: not compared" if limit == math.inf else f"at most {limit:g}"
-    return f"{name}: update within {difference['update']:.1g} ({allowed})\n"
-
 
 ########################################### The program ##########################################
 
@@ -176,17 +105,13 @@ def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
 
     jax.jit(lambda: 0).lower().compile()  # what only the first compilation costs
     load = [os.getloadavg()[0]]
-    builders = bench_flags.CONTENDERS[FLAGS.problem]
-    names = FLAGS.contenders or bench_flags.DEFAULTS[FLAGS.problem]
-    rows = {name: compile_row(builders[name](problem), mesh) for name in names}
+    rows = compiled(FLAGS, problem)
     ours = [name for name, row in rows.items() if row.contender.ours]
-    branch = FLAGS.problem == "calls"  # the mean stands in one, which the call that updates takes
-    for name in ours:
-        audit.assert_one_reduction(
-            rows[name].program, axis_name=mesh.axis_names, mesh=mesh, conditional=branch
-        )
-    mean = f"one cross-device mean{' in a branch (counts once)' if branch else ''}"
-    print(f"{', '.join(ours)}: {mean}, checked in the compiled program", flush=True)
+    once = " in a branch (counts once)" if in_branch(FLAGS) else ""
+    print(
+        f"{', '.join(ours)}: one cross-device mean{once}, checked in the compiled program",
+        flush=True,
+    )
 
     differences = None
     if not FLAGS.topology:
@@ -198,16 +123,14 @@ def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         print(
             f"values agree: loss within {worst['loss']:.1g}, update within {worst['update']:.1g} "
             f"of {OURS}'s (at most {TOLERANCES[FLAGS.dtype]:g})\n"
-            f"{''.join(_lost(name, differences[name], rows[name]) for name in lossy)}"
+            f"{''.join(lost(name, differences[name], rows[name]) for name in lossy)}"
             f"{FLAGS.rounds} rounds; load average {load[0]:.1f} before, {load[1]:.1f} after, on "
             f"{os.cpu_count()} cores",
             flush=True,
         )
 
     size = problem.gradient_bytes
-    summaries = {
-        name: summary(row, rows[OURS], size, FLAGS.num_slices) for name, row in rows.items()
-    }
+    summaries = summaries_of(FLAGS, rows, problem)
     print(f"\n{markdown(summaries, size, problem.unit)}\n", flush=True)
     for name, s in summaries.items():
         if others := s["other_collective_bytes"]:
@@ -221,10 +144,11 @@ def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
                 f"device; a gradient tree / {FLAGS.dp} is {shard:,}"
             )
 
-    swept = sweep(FLAGS, problem)
+    swept = sweep(FLAGS, problem, summaries)
     sizes = {}
     if FLAGS.program_size:
-        sizes = program_sizes(builders[OURS], problem, bench_flags.PROGRAM_SIZES)
+        build = bench_flags.CONTENDERS[FLAGS.problem][OURS]
+        sizes = program_sizes(build, problem, bench_flags.PROGRAM_SIZES)
         same = "the same" if len(set(sizes.values())) == 1 else "NOT the same"
         text = ", ".join(f"{n:,} instructions at {k:,} microbatches" for k, n in sizes.items())
         print(f"program size of {OURS}: {text}: {same}", flush=True)
@@ -251,21 +175,61 @@ def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     return results
 
 
-def sweep(FLAGS: flags.FlagValues, problem: Problem) -> dict[int, dict[str, Any]]:  # noqa: N803
-    """Measure the contenders at other numbers of microbatches; return their summaries by these."""
-    found = {}
+def compiled(FLAGS: flags.FlagValues, problem: Problem) -> dict[str, Row]:  # noqa: N803
+    """Compile the contenders; raise AssertionError unless ours take one cross-device mean."""
     builders = bench_flags.CONTENDERS[FLAGS.problem]
+    names = FLAGS.contenders or bench_flags.DEFAULTS[FLAGS.problem]
+    rows = {name: compile_row(builders[name](problem), problem.mesh) for name in names}
+    for row in rows.values():
+        if row.contender.ours:
+            audit.assert_one_reduction(
+                row.program,
+                axis_name=problem.axes,
+                mesh=problem.mesh,
+                conditional=in_branch(FLAGS),
+            )
+    return rows
+
+
+def in_branch(FLAGS: flags.FlagValues) -> bool:  # noqa: N803
+    """Whether our mean stands in a branch, which the call that updates takes."""
+    return FLAGS.problem == "calls"
+
+
+def summaries_of(
+    FLAGS: flags.FlagValues,  # noqa: N803
+    rows: Mapping[str, Row],
+    problem: Problem,
+) -> dict[str, dict[str, Any]]:
+    """Return what --json holds of the contenders, by name."""
+    size = problem.gradient_bytes
+    return {name: summary(row, rows[OURS], size, FLAGS.num_slices) for name, row in rows.items()}
+
+
+def sweep(
+    FLAGS: flags.FlagValues,  # noqa: N803
+    problem: Problem,
+    measured: dict[str, dict[str, Any]],
+) -> dict[int, dict[str, dict[str, Any]]]:
+    """Return the contenders' summaries at other numbers of microbatches, by these.
+
+    Args:
+      FLAGS: of the program.
+      problem: at its own number.
+      measured: the summaries at that one, which is not measured again.
+    """
+    found = {}
     for k in map(int, FLAGS.sweep or ()):
+        if k == problem.grad_acc_steps:
+            found[k] = measured
+            continue
         resized = dataclasses.replace(problem, grad_acc_steps=k)
-        names = FLAGS.contenders or bench_flags.DEFAULTS[FLAGS.problem]
-        rows = {name: compile_row(builders[name](resized), problem.mesh) for name in names}
+        rows = compiled(FLAGS, resized)
         if not FLAGS.topology:
             run_rounds(rows, resized, FLAGS.rounds)
-        size = problem.gradient_bytes
-        found[k] = {
-            name: summary(row, rows[OURS], size, FLAGS.num_slices) for name, row in rows.items()
-        }
-        print(f"with {k:,} microbatches:\n{markdown(found[k], size, problem.unit)}\n", flush=True)
+        found[k] = summaries_of(FLAGS, rows, resized)
+        table = markdown(found[k], problem.gradient_bytes, problem.unit)
+        print(f"with {k:,} microbatches:\n{table}\n", flush=True)
     return found
 
 

@@ -1,5 +1,6 @@
 """Several processes of one run, on this machine."""
 
+import json
 import os
 import pathlib
 import re
@@ -9,8 +10,10 @@ import sys
 import time
 
 import helpers
+from absl import flags
 
 import absl_apps
+from absl_apps import train_flags
 
 ROOT = pathlib.Path(absl_apps.__file__).parent.parent
 # Gloo's own word, of several threads at once: cut anywhere between its pieces.
@@ -83,3 +86,17 @@ def wait_for_steps(processes, workdir):
             return
         time.sleep(0.1)
     raise AssertionError(processes.text(0, "err"))
+
+
+def parse(*args):
+    """Returns the flags of a run in this process."""
+    values = flags.FlagValues()
+    train_flags.parse(["train", *args], values, manual="")
+    return values
+
+
+def losses(workdir):
+    """Returns the losses of a run, of which no step is missing or there twice."""
+    lines = [json.loads(x) for x in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(len(lines)))
+    return [line["loss"] for line in lines]

@@ -20,9 +20,10 @@ def test_a_sweep_and_its_picture(tmp_path, monkeypatch):
         bench_chart, "figure", lambda *args: drawn.append(figure(*args)) or drawn[0]
     )
     path = tmp_path / "bench.png"
-    args = ("--contenders=naive,limit,gradaccum", "--sweep=1,8", "--noprogram_size")
+    args = ("--contenders=naive,limit,gradaccum", "--sweep=1,4,8", "--noprogram_size")
     results = bench.bench(parse(*TINY, *args, f"--png={path}"))
-    assert list(results["sweep"]) == [1, 8]
+    assert list(results["sweep"]) == [1, 4, 8]
+    assert results["sweep"][4] is results["contenders"]  # not measured again
     assert results["sweep"][8]["naive"]["all_reduces"] == 8 * (2 + 1)
     assert path.read_bytes().startswith(b"\x89PNG")
     bars, time, memory = drawn[0].axes
@@ -33,7 +34,7 @@ def test_a_sweep_and_its_picture(tmp_path, monkeypatch):
     for axes, key in (time, "median_seconds"), (memory, "temp_gradient_trees"):
         lines = {line.get_label(): line for line in axes.get_lines()}
         for name, line in lines.items():
-            assert list(line.get_xdata()) == [1, 8]
+            assert list(line.get_xdata()) == [1, 4, 8]
             assert list(line.get_ydata()) == [rows[name][key] for rows in results["sweep"].values()]
     assert all([bars.get_xlabel(), time.get_ylabel(), memory.get_xlabel()])
 

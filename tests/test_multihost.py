@@ -13,10 +13,10 @@ import sys
 import multihost_worker
 import numpy as np
 import pytest
-from absl import flags
-from processes import ROOT, Processes, environment, wait_for_steps
+from processes import ROOT, Processes, environment, losses, parse, wait_for_steps
+from train_runs import write_text
 
-from absl_apps import cluster, train, train_flags
+from absl_apps import cluster, train
 
 TINY = ("--d_model=16", "--n_layer=1", "--n_head=4", "--seq_len=16", "--compute_dtype=float32")
 SMALL = (*TINY, "--global_batch=16", "--microbatches=2", "--learning_rate=0.03")
@@ -40,19 +40,7 @@ def start(tmp_path):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog. " * 50)
-    return path
-
-
-def parse(*args):
-    values = flags.FlagValues()
-    train_flags.parse(["train", *args], values, manual="")
-    return values
-
-
-def losses(workdir):
-    return [json.loads(x)["loss"] for x in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return write_text(tmp_path_factory.mktemp("data"))
 
 
 ######################################### One run of many ########################################

@@ -1,16 +1,15 @@
 """A notice to one of several processes stops all of them, at one call, with all saved."""
 
-import json
 import signal
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from absl import flags
-from processes import ROOT, Processes, environment, wait_for_steps
+from processes import ROOT, Processes, environment, losses, parse, wait_for_steps
+from train_runs import write_text
 
-from absl_apps import train, train_flags
+from absl_apps import train
 
 STEPS = 300
 RUN = (
@@ -22,21 +21,7 @@ RUN = (
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog. " * 50)
-    return path
-
-
-def parse(*args):
-    values = flags.FlagValues()
-    train_flags.parse(["train", *args], values, manual="")
-    return values
-
-
-def losses(workdir):
-    lines = [json.loads(x) for x in (workdir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(len(lines)))
-    return [line["loss"] for line in lines]
+    return write_text(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

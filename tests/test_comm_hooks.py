@@ -309,7 +309,7 @@ class Constant:
         return jax.tree.map(ones, unreduced, is_leaf=is_unreduced), state
 
 
-def test_nothing_is_divided_after_a_hook():
+def test_h6_nothing_is_divided_after_a_hook():
     args, mesh = (layouts.init_pair(), layouts.pair_batch()), mesh_of()
     ones = jax.tree.map(np.ones_like, layouts.init_pair())
     loss_fn = gradaccum.accumulate(

@@ -133,7 +133,7 @@ def test_c6_shards_without_the_target_have_gradients_too(typed):
     np.testing.assert_allclose(gradient(ours, typed), softmax - np.eye(4)[TARGET], atol=1e-6)
 
 
-def test_a_plain_psum_makes_gradients_m_times_too_large():
+def test_t1_a_plain_psum_makes_gradients_m_times_too_large():
     """T1, untyped: the loss is right."""
     plain = functools.partial(by_hand, total=lambda x: jax.lax.psum(x, "mp"))
     fun = jax.value_and_grad(lambda x, t: plain(x, t)[0])

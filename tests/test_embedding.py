@@ -22,7 +22,7 @@ def sharded(fun, in_specs, out_specs, m=2, typed=False):
     return jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed)
 
 
-def test_an_id_that_another_device_owns():
+def test_c9_an_id_that_another_device_owns():
     """C9: a local table indexed by what is left of a global id wraps or clamps."""
 
     def unmasked(table, ids):

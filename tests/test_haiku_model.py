@@ -149,7 +149,7 @@ def test_sizes_that_divide_are_not_refused():
         haiku_model.check_shards(haiku_model.Config(), shards, "mp")
 
 
-def test_a_loss_whose_vocabulary_does_not_divide_is_refused_before_it_is_computed():
+def test_t16_a_loss_whose_vocabulary_does_not_divide_is_refused_before_it_is_computed():
     """The parameters are those of 12 columns, so that nothing else could see the 13."""
     config = haiku_model.Config(13, 8, 2)
     with pytest.raises(ValueError, match=r"2 devices along mp: vocabulary = 13: pad it to 14"):

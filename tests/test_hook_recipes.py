@@ -209,7 +209,7 @@ def test_unreduced_rows_hold_what_the_hooks_returned(reduction):
     assert np.max(np.abs(plain["up"] - got[1]["up"])) > 1e-2 * np.max(np.abs(plain["up"]))
 
 
-def test_the_mean_is_clipped_in_multisteps_the_parts_by_a_hook():
+def test_o15_o24_the_mean_is_clipped_in_multisteps_the_parts_by_a_hook():
     """CASES O15, O24, call by call: microbatches of gradient -1.5, .5, .5, .5; 0 against 0.125."""
     clip = optax.clip_by_global_norm(1.0)
     mesh = helpers.data_mesh(2)

@@ -86,7 +86,7 @@ def test_a_model_axis_left_automatic():
 
 @modes
 @pytest.mark.parametrize("axes", [("dp", "mp"), ("mp", "dp"), "mp"], ids=str)
-def test_a_mean_over_the_model_axis_too(axes, typed):
+def test_t8_a_mean_over_the_model_axis_too(axes, typed):
     """T8: the model axis of a sharded loss is no data axis."""
     mesh, model = models.mesh_of("4x2"), MODELS["tied"]
 
@@ -99,7 +99,7 @@ def test_a_mean_over_the_model_axis_too(axes, typed):
         jax.eval_shape(jax.grad(fun), placed(mesh, model.specs, model), models.make_batch())
 
 
-def test_an_average_over_shards_as_well_mixes_them():
+def test_t8_an_average_over_shards_as_well_mixes_them():
     """T8, the control, by hand: a replicated leaf is right, a sharded one is half of two others."""
     mesh = models.mesh_of("1x4")
 
@@ -133,7 +133,7 @@ def linen_of(mesh, fold):
     )()
 
 
-def test_initialised_in_full_it_is_the_same_on_every_mesh():
+def test_t11_initialised_in_full_it_is_the_same_on_every_mesh():
     """T11; bitwise, each mesh initialising its own shards."""
     ids = jnp.zeros((1, 1), jnp.int32)
 
@@ -147,7 +147,7 @@ def test_initialised_in_full_it_is_the_same_on_every_mesh():
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_initialised_by_shard_it_is_not():
+def test_t11_initialised_by_shard_it_is_not():
     """T11, the controls: one key makes all shards alike, a key for each replicas that differ."""
     alike = {m: linen_of(models.mesh_of(m), fold=False) for m in ("4x2", "2x4")}
     for stacked in alike.values():

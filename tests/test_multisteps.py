@@ -163,7 +163,7 @@ def assert_trains_as_full_batches(way, k, calls, reduction="mean", windows=None,
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_parameters_equal_a_full_batch_run(way):
+def test_o5_parameters_equal_a_full_batch_run_inside_a_shard_map_too(way):
     """Two windows of three calls and the start of a third."""
     assert_trains_as_full_batches(WAYS[way], 3, 7, windows=[3, 3])
 
@@ -225,7 +225,7 @@ def program(way, tx, params=None):
 
 
 @pytest.mark.parametrize("way", ["mesh", "explicit", "local", "local typed"])
-def test_each_byte_crosses_the_devices_once_a_window(way):
+def test_o2_each_byte_crosses_the_devices_once_a_window(way):
     way = WAYS[way]
     step, args = program(way, way.tx(optax.adamw(1e-3), 4))
     step = jit(step)
@@ -245,7 +245,7 @@ def test_optax_reduces_in_every_call():
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "optax"])
-def test_the_inner_optimizer_runs_once_a_window(ours):
+def test_o2_the_inner_optimizer_runs_once_a_window(ours):
     ran = []
 
     def update(updates, state, params=None):

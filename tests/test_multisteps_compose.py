@@ -143,7 +143,7 @@ def full_batches(name, dtype):
 
 @both_kinds
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_it_stands_for_its_inner_optimizer(name, dtype, kind):
+def test_o21_o23_it_stands_for_its_inner_optimizer(name, dtype, kind):
     """Parameters, the dtypes of updates, the inner state with its dtypes."""
     accumulate = functools.partial(gradaccum.MultiSteps, every_k_schedule=K, **KINDS[kind])
     got, state, updates = train(MAKE[name](accumulate), kind, params=init(dtype))
@@ -164,7 +164,7 @@ def moved(updates, name):
 
 
 @both_kinds
-def test_groups_with_windows_of_their_own(kind):
+def test_o21_o23_groups_with_windows_of_their_own(kind):
     """k = 2 and k = 3, and a group without leaves; as optax does for plain gradients."""
 
     def grouped(accumulate):

@@ -87,7 +87,7 @@ def run(tx, grads, params, **extra):
     return seen, state
 
 
-def test_every_argument_that_is_documented_exists():
+def test_o20_every_argument_that_is_documented_exists():
     """optax's docstring gives its `skip_large_updates` an argument by a name that it lacks."""
     signature = inspect.signature(MultiSteps.__new__).parameters
     args = inspect.getdoc(MultiSteps).split("Args:")[1].split("Raises:")[0]
@@ -131,14 +131,14 @@ K = {
 
 
 @pytest.mark.parametrize("name", K)
-def test_a_k_that_is_none(name):
+def test_o11_a_k_that_is_none(name):
     k, error, match = K[name]
     with pytest.raises(error, match=match):
         MultiSteps(optax.sgd(1.0), k)
 
 
 @pytest.mark.parametrize("k", [0, -1, 2.5, "3", None, True, float("nan"), np.zeros(2)], ids=repr)
-def test_a_schedule_that_gives_no_k(k):
+def test_o11_a_schedule_that_gives_no_k(k):
     tx = MultiSteps(optax.sgd(1.0), lambda step: k)
     with pytest.raises(ValueError, match=r"gives k = .* at gradient step 0; it must be a whole"):
         tx.init(jnp.ones(2))
@@ -162,7 +162,7 @@ def test_whole_numbers_of_any_type(k, way):
 # --- What the inner optimizer sees ---------------------------------------------------------------
 
 
-def test_schedules_count_steps_from_zero():
+def test_o14_schedules_count_steps_from_zero():
     """Also injected hyperparameters: the first step is made with the value of step 0."""
     rate = lambda step: 1.0 + step  # noqa: E731
     for inner in (optax.sgd(rate), optax.inject_hyperparams(optax.sgd)(rate)):
@@ -170,7 +170,7 @@ def test_schedules_count_steps_from_zero():
         assert seen == [0, -1, -1, -3]
 
 
-def test_the_mean_is_clipped_and_not_its_parts():
+def test_o15_o24_the_mean_is_clipped_and_not_its_parts():
     """Gradients 1 and -0.75: clipped to 0.5 each their mean is 0, the mean 0.125 is not clipped."""
     grads = [jnp.float32(1), jnp.float32(-0.75)]
     clip = optax.clip_by_global_norm(0.5)
@@ -179,7 +179,7 @@ def test_the_mean_is_clipped_and_not_its_parts():
     assert (float(inside[-1]), float(before[-1])) == (-0.125, 0)
 
 
-def test_weight_decay_is_gated():
+def test_o16_weight_decay_is_gated():
     """An accumulating chain element that hands on zeros lets adamw decay in every call."""
     tx, params = MultiSteps(optax.adamw(0.1, weight_decay=0.5), 4), jnp.float32(1)
     (*_, last), _ = run(tx, [jnp.float32(2)] * 4, params)
@@ -190,7 +190,7 @@ def test_weight_decay_is_gated():
     assert abs(float(ungated[-1]) - float(last)) > 0.05
 
 
-def test_an_average_of_parameters_is_gated_by_has_updated():
+def test_o18_an_average_of_parameters_is_gated_by_has_updated():
     tx, params = MultiSteps(optax.sgd(1.0), 4), jnp.float32(0)
     ema = optax.ema(0.9, debias=False)
     state, average, every = tx.init(params), ema.init(params), ema.init(params)
@@ -206,7 +206,7 @@ def test_an_average_of_parameters_is_gated_by_has_updated():
     assert int(every.count) == 4
 
 
-def test_extra_arguments_are_those_of_the_call_that_updates():
+def test_o19_extra_arguments_are_those_of_the_call_that_updates():
     def update(updates, state, params=None, *, value, name, **extra):
         assert (name, extra) == ("static", {})
         return updates * value, value

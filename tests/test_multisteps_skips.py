@@ -66,7 +66,7 @@ def calls(way, tx, values, weights=None, params=0.0):
 
 @pytest.mark.parametrize("bad", [NAN, np.inf], ids=str)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_nan_does_not_outlive_its_window(way, bad):
+def test_o1_a_nan_does_not_outlive_its_window(way, bad):
     """On one device, in mid-window; the sum is set to zeros, not multiplied by 0."""
     values = np.ones((6, 8))
     values[1, 3] = bad
@@ -81,7 +81,7 @@ def test_a_nan_does_not_outlive_its_window(way, bad):
         assert not np.isfinite(calls(way, theirs, values)[5][0])
 
 
-def test_plain_gradients_are_skipped_call_by_call():
+def test_o7_plain_gradients_are_skipped_call_by_call():
     """Of seven calls the second does not count: neither in the sum nor in what divides it."""
     values = np.arange(1.0, 8)[:, None] * np.ones(8)
     values[1, 0] = NAN
@@ -92,7 +92,7 @@ def test_plain_gradients_are_skipped_call_by_call():
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
-def test_a_window_whose_mean_is_skipped_is_dropped(way):
+def test_o6_o8_a_window_whose_mean_is_skipped_is_dropped(way):
     """A NaN on one device: all devices decide alike, and the inner state stays as it was."""
     values = np.ones((8, 8))
     values[2, 5] = NAN
@@ -119,7 +119,7 @@ def test_it_is_the_mean_that_is_judged():
 
 
 @pytest.mark.parametrize("typed", [False, True], ids=["untyped", "typed"])
-def test_the_decision_is_one_over_a_manual_model_axis(typed):
+def test_o6_the_decision_is_one_over_a_manual_model_axis(typed):
     """Only one model shard of one data device's gradient is NaN. Its skip_state is the user's."""
     mesh = layouts.mesh_of({"dp": 4, "mp": 2})
 
@@ -155,7 +155,7 @@ def test_the_decision_is_one_over_a_manual_model_axis(typed):
         assert int(state.skip_state) == (1 if i in (1, 2) else 0)
 
 
-def test_the_decision_is_one_where_each_device_holds_its_shard_of_the_mean():
+def test_o6_the_decision_is_one_where_each_device_holds_its_shard_of_the_mean():
     """FSDP inside a shard_map of one's own: the infinity is in the first device's shard."""
     specs, params = {"w": P("dp")}, {"w": np.ones((8, 4), np.float32)}
     params = jax.device_put(params, NamedSharding(MESH, P("dp")))

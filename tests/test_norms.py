@@ -217,7 +217,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_norms(case):
+def test_t7_t8_wrong_norms(case):
     combine, value = WRONG[case]
     specs = {"up": P(None, "mp"), "norm": P()}
     wrong = run(lambda t: jnp.sqrt(combine(optax.tree.norm(t, squared=True))), ONES, specs, P())

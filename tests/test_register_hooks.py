@@ -278,7 +278,7 @@ def test_a_methods_hooks_are_those_of_all_instances():
         Net.loss.register_hook(plus(1.0))
 
 
-def test_clipping_the_mean_is_not_clipping_the_parts():
+def test_o15_o24_clipping_the_mean_is_not_clipping_the_parts():
     """CASES O15, O24: microbatches of gradient -1.5, .5, .5, .5, clipped to 1: 0 against 0.125."""
     x = jnp.array([-1.5, 0.5, 0.5, 0.5])
     clip = optax.clip_by_global_norm(1.0)

@@ -62,7 +62,7 @@ def in_float64(fun, *args):
 
 @sizes
 @modes
-def test_the_gradient_is_the_unsharded_models(typed, m):
+def test_t1_t3_t4_t5_the_gradient_is_the_unsharded_models(typed, m):
     fun = jax.value_and_grad(in_parallel)
     got = jit(sharded(fun, mesh_of(m), (SPECS, P()), (P(), SPECS), typed))(PARAMS, X)
     helpers.assert_close(got, in_float64(jax.value_and_grad(network), PARAMS, X), "float32")
@@ -92,7 +92,7 @@ CONTROLS = {
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_without_an_operator_the_loss_is_right_and_gradients_are_not(control):
+def test_t1_t5_without_an_operator_the_loss_is_right_and_gradients_are_not(control):
     operators, factors = CONTROLS[control]
     fun = jax.value_and_grad(functools.partial(network, **operators))
     loss, grads = jit(sharded(fun, mesh_of(4), (SPECS, P()), (P(), SPECS), False))(PARAMS, X)

@@ -151,7 +151,7 @@ CONTROLS = {  # a broken layer, the leaves whose gradient is wrong, and by what 
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_untyped_without_an_operator_the_loss_is_right_and_gradients_are_not(control):
+def test_t1_t5_untyped_without_an_operator_the_loss_is_right_and_gradients_are_not(control):
     broken, factors, others = CONTROLS[control]
     fun = functools.partial(network, **SHARDED | broken)
     loss, grads = run(fun, 2, False)
@@ -177,7 +177,7 @@ def psum(x):
     return jax.lax.psum(x, "mp")
 
 
-def test_typed_a_textbook_f_doubles_what_is_upstream_silently():
+def test_t3_typed_a_textbook_f_doubles_what_is_upstream_silently():
     """T3: its rule sums what the type system has summed already."""
     f = textbook(same, psum)
     columns = {"columns": lambda x, w, b: dense(f(x), w, b)}
@@ -188,7 +188,7 @@ def test_typed_a_textbook_f_doubles_what_is_upstream_silently():
     helpers.assert_close(grads["up"], want["up"], "float32")
 
 
-def test_typed_a_textbook_g_is_a_type_error():
+def test_t4_typed_a_textbook_g_is_a_type_error():
     """T4: the cotangent of what varies has to vary."""
     g = textbook(psum, same)
     rows = {"rows": lambda x, w, b: g(x @ w) + b[None, None]}
@@ -210,7 +210,7 @@ ROW_LAYERS = {
 
 
 @pytest.mark.parametrize("name", ROW_LAYERS)
-def test_the_row_bias_counts_once_in_the_loss_and_in_its_gradient(name):
+def test_t9_t10_the_row_bias_counts_once_in_the_loss_and_in_its_gradient(name):
     layer, want_loss, want_grad = ROW_LAYERS[name]
     fun = jax.value_and_grad(lambda x, w, b: layer(x, w, b).sum(), argnums=2)
     loss, grad = jit(sharded(fun, (P(None, "mp"), P("mp"), P()), P()))(*ROW_ARGS)

@@ -153,7 +153,7 @@ def by_head(qkv, heads):
 
 
 @pytest.mark.parametrize("m", [1, 2, 4])
-def test_a_contiguous_part_of_the_fused_columns_is_whole_heads(m):
+def test_t15_a_contiguous_part_of_the_fused_columns_is_whole_heads(m):
     """T15. Of columns [q | k | v] it is not: a device's q would be all of q, or of q and k."""
     params, tokens, (loss, _) = whole()
     L, D, columns = params["layers"]["qkv"].shape

@@ -81,7 +81,7 @@ def test_negative_batch_argnums_count_from_the_end(on_mesh):
     assert_close(jax.grad(f)(w, x, y), jax.grad(squared)(w, x, y))
 
 
-def test_static_leaves_reach_the_loss_as_they_are(on_mesh):
+def test_b4_b7_static_leaves_reach_the_loss_as_they_are(on_mesh):
     w, x, y = arrays()
     seen = []
 
@@ -221,7 +221,7 @@ def keyed(w, x, key):
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["typed", "raw"])
-def test_keys_are_folded_with_the_global_microbatch_index(on_mesh, raw):
+def test_r1_keys_are_folded_with_the_global_microbatch_index(on_mesh, raw):
     w, x, _ = arrays()
     key = jax.random.PRNGKey(7) if raw else jax.random.key(7)
     fun = (lambda w, x, key: (jnp.mean(x @ w), key[None])) if raw else keyed
@@ -278,7 +278,7 @@ def test_a_shared_key_is_shared_when_said_so(on_mesh):
     assert len(np.unique(np.asarray(f(w, x, jax.random.key(0))[1]), axis=0)) == 1
 
 
-def test_integer_leaves_are_as_in_jax_grad(on_mesh):
+def test_b8_integer_leaves_are_as_in_jax_grad(on_mesh):
     w, x, _ = arrays()
     f = on_mesh(lambda p, b: jnp.mean(b @ p["w"]) * p["n"], microbatches=2)
     params = {"w": w, "n": jnp.int32(3)}
@@ -354,7 +354,7 @@ def test_a_loss_may_change_its_dicts(on_mesh):
     assert_close(on_mesh(loss_fn, microbatches=2)(w, {"x": x}), 2 * jnp.mean(x @ w))
 
 
-def test_one_trace_for_many_calls(on_mesh):
+def test_b13_one_trace_for_many_calls(on_mesh):
     w, x, y = arrays()
     count = []
 

@@ -79,7 +79,7 @@ def test_one_reduction_after_the_loop_passes(k):
 
 
 @pytest.mark.parametrize("chained", [False, True], ids=["one psum", "psum after psum"])
-def test_two_data_axes_pass_with_each_byte_once_per_axis(chained):
+def test_v22_two_data_axes_pass_with_each_byte_once_per_axis(chained):
     def step(params, x):
         grads = GRAD(params, x)
         if chained:

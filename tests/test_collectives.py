@@ -79,7 +79,7 @@ def test_one_mean(name):
         pytest.param((4, 2), ("dp", "mp"), ("dp",), "mp", id="a model axis beside it"),
     ],
 )
-def test_one_mean_over_some_axes(kind, shape, names, axes, model):
+def test_v22_one_mean_over_some_axes(kind, shape, names, axes, model):
     mesh = jax.make_mesh(shape, names, axis_types=(kind,) * 2)
     with jax.set_mesh(mesh):
         args = shapes(mesh, axes, model)
@@ -129,7 +129,7 @@ def test_an_undifferentiated_call_reduces_scalars_only():
     assert sum(row.bytes * row.executions for row in report) <= 32
 
 
-def test_the_program_does_not_grow_with_k():
+def test_b15_the_program_does_not_grow_with_k():
     mesh = jax.make_mesh((2,), ("dp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
     def instructions(k):

@@ -44,7 +44,7 @@ def assert_close(got, want):
 
 @pytest.mark.parametrize("given", ["argument", "context"])
 @pytest.mark.parametrize("kinds", KINDS)
-def test_model_axis_stays_sharded_beside_the_data_axis(kinds, given):
+def test_v17_model_axis_stays_sharded_beside_the_data_axis(kinds, given):
     params, batch, want = case()
     mesh = jax.make_mesh((4, 2), ("dp", "mp"), axis_types=KINDS[kinds])
     params = {
@@ -178,7 +178,7 @@ def test_a_pjit_tensor_parallel_loss_with_constraints_inside():
     assert got[1]["w"].sharding.spec == P(None, None, "mp")
 
 
-def test_sync_batch_norm_stays_right_and_warns():
+def test_v14_sync_batch_norm_stays_right_and_warns():
     _, batch, _ = case()
     mesh = jax.make_mesh((8,), ("dp",), axis_types=(AUTO,))
 

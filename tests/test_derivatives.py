@@ -169,7 +169,7 @@ def expected(transformation, weighted):
 
 @named("transformation", TRANSFORMATIONS)
 @pytest.mark.parametrize("where", ["alone", "mesh"])
-def test_equals_that_of_the_undecorated_loss(where, transformation):
+def test_v18_vmap_and_derivatives_equal_those_of_the_undecorated_loss(where, transformation):
     got = jit(transformation(on(where)))(PARAMS, BATCH)
     helpers.assert_close(got, expected(transformation, False))
 

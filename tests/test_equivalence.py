@@ -87,7 +87,7 @@ def rows(*x, **more):
 ONE = jnp.float32(1)
 
 
-def test_token_mean_over_microbatches_of_four_and_one_tokens():
+def test_n1_token_mean_over_microbatches_of_four_and_one_tokens():
     """Not 51.25, the mean of the microbatches' means."""
     batch = rows(1, 2, 3, 4, 100, 0, 0, 0, mask=[1.0, 1, 1, 1, 1, 0, 0, 0])
     loss, grad = run(masked_mean, ONE, batch, weight_fn=helpers.count_tokens)
@@ -95,7 +95,7 @@ def test_token_mean_over_microbatches_of_four_and_one_tokens():
     assert float(run(masked_mean, ONE, batch)[0]) == 51.25
 
 
-def test_token_mean_over_two_devices():
+def test_n1_token_mean_over_two_devices():
     batch = rows(1, 2, 3, 4, 100, 0, 0, 0, mask=[1.0, 1, 1, 1, 1, 0, 0, 0])
     loss, grad = run(
         masked_mean,
@@ -111,7 +111,7 @@ def test_token_mean_over_two_devices():
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_batch_without_any_token_gives_zeros(n, fused):
+def test_n4_a_batch_without_any_token_gives_zeros(n, fused):
     """In place as well as by value, and for the gradients of batch leaves too."""
 
     def loss_fn(params, batch):
@@ -132,7 +132,7 @@ def test_a_batch_without_any_token_gives_zeros(n, fused):
     assert all(bool(jnp.all(g == 0)) for g in jax.tree.leaves(grads))
 
 
-def test_a_microbatch_dropped_for_nan_is_dropped_from_the_count_too():
+def test_n5_a_microbatch_dropped_for_nan_is_dropped_from_the_count_too():
     batch = rows(1, 2, np.nan, 4, 5, 6)
     finite = lambda batch: jnp.isfinite(batch["x"]).all() * batch["x"].size  # noqa: E731
     mean = lambda w, batch: jnp.mean(scaled(w, batch))  # noqa: E731
@@ -146,7 +146,7 @@ def test_a_nan_that_nobody_drops_stays():
     assert np.isnan(grad)
 
 
-def test_a_loss_divided_by_the_global_batch_size_is_a_sum():
+def test_n7_a_loss_divided_by_the_global_batch_size_is_a_sum():
     """As a mean it would be divided twice: 1.875."""
     batch, size = rows(6, 7, 8, 9), 4
     loss_fn = lambda w, batch: jnp.sum(scaled(w, batch)) / size  # noqa: E731
@@ -155,7 +155,7 @@ def test_a_loss_divided_by_the_global_batch_size_is_a_sum():
     assert [float(x) for x in run(loss_fn, ONE, batch, microbatches=4)] == [1.875, 1.875]
 
 
-def test_a_summed_loss_is_summed_only_if_said():
+def test_n8_a_summed_loss_is_summed_only_if_said():
     batch = rows(10, 20, 40, 50)
     loss_fn = lambda w, batch: jnp.sum(scaled(w, batch))  # noqa: E731
     mesh = {"axis_name": "dp", "mesh": helpers.data_mesh(2)}
@@ -165,7 +165,7 @@ def test_a_summed_loss_is_summed_only_if_said():
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_a_load_balance_loss_is_averaged_over_microbatches(k):
+def test_n10_a_load_balance_loss_is_averaged_over_microbatches(k):
     """A product of batch means is not additive: its mean over microbatches, never k times it."""
 
     def balance(w, batch):
@@ -183,7 +183,7 @@ def test_a_load_balance_loss_is_averaged_over_microbatches(k):
     helpers.assert_close(got, jax.tree.map(lambda *x: sum(x) / k, *parts))
 
 
-def test_a_regulariser_beside_a_token_mean_is_not_scaled_by_tokens():
+def test_n11_a_regulariser_beside_a_token_mean_is_not_scaled_by_tokens():
     batch = rows(1, 2, 3, 4, 100, 0, 0, 0, mask=[1.0, 1, 1, 1, 1, 0, 0, 0])
     loss_fn = lambda w, batch: masked_mean(w, batch) + 0.5 * w**2  # noqa: E731
     loss, grad = run(loss_fn, jnp.float32(3), batch, weight_fn=helpers.count_tokens)
@@ -191,7 +191,7 @@ def test_a_regulariser_beside_a_token_mean_is_not_scaled_by_tokens():
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_the_loss_is_that_of_all_microbatches(n):
+def test_n13_the_loss_is_that_of_all_microbatches(n):
     """Not the last one's, and not divided by k; also where nothing is differentiated."""
     loss_fn = lambda w, batch: jnp.mean(scaled(w, batch))  # noqa: E731
     fun = gradaccum.accumulate(loss_fn, microbatches=2, mesh=helpers.data_mesh(n))
@@ -203,7 +203,7 @@ def test_the_loss_is_that_of_all_microbatches(n):
 # --- Precision -----------------------------------------------------------------------------------
 
 
-def test_a_thousand_bfloat16_gradients_add_up():
+def test_d1_a_thousand_bfloat16_gradients_add_up():
     """In a bfloat16 accumulator 1,024 ones stop at 256: a mean of 0.25."""
     batch = rows(*[1] * 1024)
     loss_fn = lambda w, batch: jnp.mean(w * batch["x"].astype(w.dtype))  # noqa: E731
@@ -214,7 +214,7 @@ def test_a_thousand_bfloat16_gradients_add_up():
     assert float(narrow[1]) == 256
 
 
-def test_bfloat16_parameters_with_float32_arithmetic():
+def test_d3_bfloat16_parameters_with_float32_arithmetic():
     """The gradient's dtype inside is not the parameter's; what returns has the parameter's."""
     w = jnp.array([1.5, -2], jnp.bfloat16)
     batch = {"x": jnp.arange(8.0).reshape(4, 2)}
@@ -330,7 +330,7 @@ def checkpointed_loop(params, batch):
     [own_rule, gradient_penalty, meta_learning, checkpointed_loop],
     ids=lambda f: f.__name__,
 )
-def test_ordinary_losses(loss_fn, fused):
+def test_v6_v12_v21_ordinary_losses(loss_fn, fused):
     params = {"layers": jnp.asarray(helpers.normal(1, 2, helpers.D, helpers.D) / 2, jnp.float32)}
     batch = helpers.make_batch()
     got = run(
@@ -346,7 +346,7 @@ def test_ordinary_losses(loss_fn, fused):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gradients_of_a_lookup_count_each_row(dtype):
+def test_v20_gradients_of_a_lookup_count_each_row(dtype):
     """Scattered additions, of rows that repeat within and across microbatches: exact numbers."""
     ids = np.random.default_rng(0).integers(0, 5, 32, dtype=np.int32)
     loss_fn = lambda table, batch: jnp.sum(table[batch].astype(jnp.float32))  # noqa: E731

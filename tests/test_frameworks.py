@@ -77,7 +77,7 @@ class LinenNet(nn.Module):
         return nn.Dense(3)(x)
 
 
-def test_linen_batch_norm_makes_one_moving_average_update_a_step(decorate):
+def test_n12_linen_batch_norm_makes_one_moving_average_update_a_step(decorate):
     model, data = LinenNet(), batch()
     variables = model.init(jax.random.key(0), data["x"], train=False)
 
@@ -152,7 +152,7 @@ class NnxDropout(nnx.Module):
         return self.dropout(self.linear(x))
 
 
-def test_nnx_state_that_the_loss_changes_is_refused(decorate):
+def test_b22_nnx_state_that_the_loss_changes_is_refused(decorate):
     model, data = NnxDropout(nnx.Rngs(0)), batch()
 
     def loss_fn(model, batch):
@@ -167,7 +167,7 @@ def test_nnx_state_that_the_loss_changes_is_refused(decorate):
     assert_close(f(model, data), loss_fn(model, data))
 
 
-def test_nnx_dropout_by_split_and_merge(decorate):
+def test_b22_nnx_dropout_by_split_and_merge(decorate):
     """A key of its own for every step, folded for every microbatch."""
     model, data = NnxDropout(nnx.Rngs(params=0, dropout=1)), batch()
     graph, params, rest = nnx.split(model, nnx.Param, ...)
@@ -197,7 +197,7 @@ class NnxNorm(nnx.Module):
         return self.norm(self.linear(x))
 
 
-def test_nnx_batch_norm_statistics_come_back_as_aux(decorate):
+def test_n12_nnx_batch_norm_statistics_come_back_as_aux(decorate):
     model, data = NnxNorm(nnx.Rngs(0)), batch()
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
@@ -228,7 +228,7 @@ class EqxNet(eqx.Module):
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_equinox_filter_value_and_grad(decorate, jit):
+def test_b9_equinox_filter_value_and_grad(decorate, jit):
     model, data = EqxNet(jax.random.key(0)), batch()
 
     def loss_fn(model, batch):

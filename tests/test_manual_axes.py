@@ -101,7 +101,7 @@ named = functools.partial(pytest.mark.parametrize, ids=lambda x: getattr(x, "__n
 
 @named("how", ["grad", "method"])
 @named("fun", REFUSED)
-def test_refused_where_it_is_differentiated(fun, how):
+def test_v4_refused_where_it_is_differentiated(fun, how):
     """The message names the collective, its place in the loss, and the operators."""
     loss = decorate(fun)
     run = {"grad": jax.grad(loss), "method": loss.value_and_grad()}[how]
@@ -125,7 +125,7 @@ def test_refused_of_another_gradient_too():
         jax.grad(loss, argnums=2)(PARAMS["b"], BATCH, others)
 
 
-def test_refused_inside_an_outer_region_too():
+def test_v4_refused_inside_an_outer_region_too():
     loss = decorate(raw_psum, mesh=None, in_specs=None)
     outer = jax.shard_map(
         jax.grad(loss), mesh=mesh(), in_specs=(SPECS, P("dp")), out_specs=SPECS, check_vma=False
@@ -225,7 +225,7 @@ RAW = {
 
 
 @named("fun", RAW)
-def test_typed_raw_collectives_are_right(fun):
+def test_v4_typed_raw_collectives_are_right(fun):
     def typed(p, batch):
         # all_gather leaves its result typed as varying: the mean over equal copies is one of them
         return lax.pmean(fun(p, batch), "mp") if fun is raw_gather else fun(p, batch)

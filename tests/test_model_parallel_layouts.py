@@ -66,7 +66,7 @@ def test_parameters_sharded_over_data_too(mesh, typed):
     assert models.over(report, "mp") == {"all-reduce": K * MLP.counts["all-reduce"]}, str(report)
 
 
-def test_a_model_axis_left_automatic():
+def test_v17_a_model_axis_left_automatic():
     """V17: the whole model, its parameters placed by the same specs.
 
     The partitioner keeps the gradients of matrix products where the parameters are; it may gather
@@ -172,7 +172,7 @@ def with_dropout(loss, fold=False):
 
 
 @modes
-def test_dropout_is_the_same_on_all_shards(typed):
+def test_r3_dropout_is_the_same_on_all_shards(typed):
     """The keys of accumulate are those of the data devices alone: the whole model's, on 4."""
     mesh, batch, key = models.mesh_of("4x2"), models.make_batch(), jax.random.key(3)
     options = MLP.options() | {"mesh": mesh, "check_vma": typed, "key_argnums": 2}
@@ -187,7 +187,7 @@ def test_dropout_is_the_same_on_all_shards(typed):
 
 
 @modes
-def test_a_key_folded_with_the_model_index_is_refused(typed):
+def test_r3_a_key_folded_with_the_model_index_is_refused(typed):
     """R3: replicas would diverge."""
     mesh = models.mesh_of("4x2")
     options = MLP.options() | {"mesh": mesh, "check_vma": typed, "key_argnums": 2}
@@ -197,7 +197,7 @@ def test_a_key_folded_with_the_model_index_is_refused(typed):
         jax.eval_shape(jax.grad(fun), *args)
 
 
-def test_by_hand_such_replicas_diverge():
+def test_r3_by_hand_such_replicas_diverge():
     """R3, the control: nobody notices that two copies of one gradient differ."""
     mesh = models.mesh_of("4x2")
 

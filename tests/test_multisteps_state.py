@@ -78,7 +78,7 @@ INNER = {
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("placed", [True, False], ids=["placed", "anywhere"])
 @pytest.mark.parametrize("way", ["plain", "mesh"])
-def test_no_two_arrays_share_a_buffer(way, placed, inner):
+def test_b21_no_two_arrays_share_a_buffer(way, placed, inner):
     """So that state and parameters can be donated together."""
     way = WAYS[way]
     params = jax.tree.map(jnp.asarray, make(1)[0])
@@ -90,7 +90,7 @@ def test_no_two_arrays_share_a_buffer(way, placed, inner):
 
 @pytest.mark.parametrize("inner", ["adamw", "schedule_free"])
 @pytest.mark.parametrize("way", ["plain", "mesh"])
-def test_state_and_parameters_are_donated(way, inner):
+def test_b20_state_and_parameters_are_donated(way, inner):
     way = WAYS[way]
     step, (params, state, rows) = program(way, way.tx(INNER[inner], 2))
     donating = jax.jit(step, donate_argnums=(0, 1))

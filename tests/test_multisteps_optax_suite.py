@@ -180,30 +180,29 @@ def test_o15_o24_the_mean_is_clipped_and_not_its_parts():
 
 
 def test_o16_weight_decay_is_gated():
-    """An accumulating chain element that hands on zeros lets adamw decay in every call."""
-    tx, params = MultiSteps(optax.adamw(0.1, weight_decay=0.5), 4), jnp.float32(1)
-    (*_, last), _ = run(tx, [jnp.float32(2)] * 4, params)
-    once, _ = run(optax.adamw(0.1, weight_decay=0.5), [jnp.float32(2)], params)
-    assert float(last) == float(once[0])
-    zeros = [jnp.float32(x) for x in (0, 0, 0, 2)]
-    ungated, _ = run(optax.adamw(0.1, weight_decay=0.5), zeros, params)
-    assert abs(float(ungated[-1]) - float(last)) > 0.05
+    """A chain element that hands on zeros lets adamw decay in each of 13 calls."""
+    adamw = optax.adamw(0.1, weight_decay=0.1)
+    grads, params = [jnp.float32(2)] * 13, jnp.float32(1)
+    (*_, last), _ = run(MultiSteps(adamw, 13), grads, params)
+    (*_, wrong), _ = run(optax.chain(optax.apply_every(13), adamw), grads, params)
+    changes = [round(float(x - params), 3) for x in (last, wrong)]
+    assert changes == [-0.110, -0.171]
 
 
 def test_o18_an_average_of_parameters_is_gated_by_has_updated():
+    """After one update and three calls of the next window."""
     tx, params = MultiSteps(optax.sgd(1.0), 4), jnp.float32(0)
     ema = optax.ema(0.9, debias=False)
     state, average, every = tx.init(params), ema.init(params), ema.init(params)
-    for _ in range(4):
+    for _ in range(7):
         updates, state = tx.update(jnp.float32(-1), state, params)
         params = optax.apply_updates(params, updates)
         _, every = ema.update(params, every)
         _, new = ema.update(params, average)
         choose = functools.partial(jnp.where, tx.has_updated(state))
         average = jax.tree.map(choose, new, average)
-    assert_close(average.ema, jnp.float32(0.1))
-    assert int(average.count) == 1
-    assert int(every.count) == 4
+    assert [round(float(x.ema), 3) for x in (average, every)] == [0.1, 0.344]
+    assert [int(x.count) for x in (average, every)] == [1, 7]
 
 
 def test_o19_extra_arguments_are_those_of_the_call_that_updates():
@@ -234,7 +233,7 @@ def test_a_plateau_is_seen_once_a_window():
 # --- Dtypes --------------------------------------------------------------------------------------
 
 
-def test_a_thousand_bfloat16_gradients():
+def test_d1_a_thousand_bfloat16_gradients():
     """A bfloat16 accumulator stops at 256."""
     params, one = jnp.zeros(3, jnp.bfloat16), jnp.ones(3, jnp.bfloat16)
     means = {}

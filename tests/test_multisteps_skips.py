@@ -91,6 +91,21 @@ def test_o7_plain_gradients_are_skipped_call_by_call():
     assert [bool(s.skip_state["should_skip"]) for _, s in after] == [False, True, *[False] * 5]
 
 
+@pytest.mark.parametrize("k", [1, 3])
+def test_o8_a_skipped_call_leaves_the_state_bitwise(k):
+    """The call that would close a window too: only what is said of the skip itself changes."""
+    tx = MultiSteps(optax.adam(0.5), k, **SKIP)
+    values = np.broadcast_to([[1.0]] * (2 * k - 1) + [[NAN]], (2 * k, 8))
+    *_, (_, before), (update, after) = calls("plain", tx, values)
+    assert update == 0
+    assert (bool(after.skip_state["should_skip"]), bool(tx.has_updated(after))) == (True, False)
+    kept = before._replace(skip_state=after.skip_state, updated=after.updated)
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(after), strict=True):
+        assert a.tobytes() == b.tobytes()
+    *_, (_, unskipped) = calls("plain", MultiSteps(optax.adam(0.5), k), values)
+    assert np.isnan(unskipped.inner_opt_state[0].mu)
+
+
 @pytest.mark.parametrize("way", WAYS[1:])
 def test_o6_o8_a_window_whose_mean_is_skipped_is_dropped(way):
     """A NaN on one device: all devices decide alike, and the inner state stays as it was."""

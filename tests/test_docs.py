@@ -42,6 +42,45 @@ def test_public_names_are_documented(value):
             assert re.search(rf"\b{name}\b.*:", arguments), f"{name} of {value.__name__}"
 
 
+def routines():
+    """Yields name and value of every public function, class and method, once."""
+    values = {id(param.values[0]): param.values[0] for param in public_names()}.values()
+    for value in values:
+        yield value.__name__, value
+        for name, method in vars(value).items() if inspect.isclass(value) else ():
+            if inspect.isroutine(method) and not name.startswith("_"):
+                yield f"{value.__name__}.{name}", method
+
+
+def misnamed(value):
+    """Returns the arguments that a docstring names and the signature lacks, or which it omits."""
+    section = re.search(r"Args:\n(.*?)(\n\n|$)", inspect.getdoc(value) or "", flags=re.S)
+    if not section:
+        return set()
+    named = re.findall(r"^  ([\w*]+(?:, [\w*]+)*):", section[1], re.M)
+    parameters = inspect.signature(value).parameters.values()
+    wanted = {str(p.replace(annotation=p.empty, default=p.empty)) for p in parameters} - {"self"}
+    return wanted ^ {name for names in named for name in names.split(", ")}
+
+
+def test_o20_every_argument_that_is_documented_exists():
+    found = dict(routines())
+    assert len(found) > 50
+    assert not {name: wrong for name, value in found.items() if (wrong := misnamed(value))}
+
+
+def test_o20_an_argument_that_does_not_exist_is_found():
+    def scale(x, factor, **rest):
+        """Scale.
+
+        Args:
+          x, by: numbers.
+          **rest: is not looked at.
+        """
+
+    assert misnamed(scale) == {"by", "factor"}
+
+
 WITH_EXAMPLES = [
     name
     for name in MODULES

@@ -95,7 +95,7 @@ def test_whole_and_sharded_are_one_model(m, typed):
 
 
 @pytest.mark.parametrize("m", [1, 2, 4])
-def test_initialised_in_place_it_does_not_depend_on_the_devices(m):
+def test_t11_initialised_in_place_it_does_not_depend_on_the_devices(m):
     where = jax.tree.map(lambda spec: NamedSharding(mesh_of(m), spec), SPECS)
     made = jit(lambda: haiku_model.init(jax.random.key(0), CONFIG), out_shardings=where)()
     jax.tree.map(np.testing.assert_array_equal, made, params())

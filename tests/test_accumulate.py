@@ -86,20 +86,21 @@ def test_b4_b7_static_leaves_reach_the_loss_as_they_are(on_mesh):
     seen = []
 
     def loss_fn(params, batch, mode, *, train=False, activation=None, width=0):
-        seen.append((mode, train, activation, width, params["name"], params["none"]))
+        static = [params[name] for name in ("name", "none", "empty")]
+        seen.append((mode, train, activation, width, *static))
         out = activation(batch["x"] @ params["w"])[:, :width]
         return jnp.mean((out - batch["y"][:, :width]) ** 2) * batch["scale"]
 
     f = on_mesh(loss_fn, microbatches=2)
-    params = {"w": w, "name": "dense", "none": None}
-    batch = {"x": x, "y": y, "scale": jnp.float32(3)}
+    params = {"w": w, "name": "dense", "none": None, "empty": {}}
+    batch = {"x": x, "y": y, "scale": jnp.float32(3)}  # of rank 0: no row of the batch's
     loss = f(params, batch, "b", train=False, activation=jnp.sin, width=3)
-    assert seen == [("b", False, jnp.sin, 3, "dense", None)]
+    assert seen == [("b", False, jnp.sin, 3, "dense", None, {})]
     assert_close(loss, 3 * jnp.mean((jnp.sin(x @ w) - y) ** 2))
     seen.clear()
     options = {"train": True, "activation": jnp.tanh, "width": 2}
     got = jax.grad(lambda w: f({**params, "w": w}, batch, "a", **options))(w)
-    assert seen == [("a", True, jnp.tanh, 2, "dense", None)]
+    assert seen == [("a", True, jnp.tanh, 2, "dense", None, {})]
     want = jax.grad(lambda w: 3 * jnp.mean((jnp.tanh(x @ w)[:, :2] - y[:, :2]) ** 2))(w)
     assert_close(got, want)
 

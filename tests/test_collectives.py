@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -141,6 +142,56 @@ def test_b15_the_program_does_not_grow_with_k():
         return compiled.compile().as_text().count(" = ")
 
     assert instructions(2) == instructions(1024)
+
+
+def test_b16_b17_memory_is_one_gradient_tree_and_not_k():
+    """By hand: gradients as the scan's outputs, and the gradient of a scan over losses."""
+    k, w, x = 64, jnp.ones((64, 64)), jnp.ones((64, 64))
+
+    def loss_fn(w, x):
+        return jnp.mean((x @ jnp.tanh(w * jnp.mean(x))) ** 2)  # of each row its own matrix
+
+    def outputs(w, x):
+        body = lambda c, row: (c, jax.grad(loss_fn)(w, row[None]))  # noqa: E731
+        return jnp.mean(jax.lax.scan(body, None, x)[1], axis=0)
+
+    def scan_of_losses(w, x):
+        body = lambda c, row: (c + loss_fn(w, row[None]), None)  # noqa: E731
+        return jax.lax.scan(body, 0.0, x)[0] / k
+
+    ours = gradaccum.accumulate(loss_fn, microbatches=k, axis_name=None)
+    want = jax.jit(jax.grad(loss_fn))(w, x)  # the rows are equal
+    trees = []
+    for fun in (outputs, jax.grad(scan_of_losses), jax.grad(ours)):
+        compiled = jax.jit(fun).lower(w, x).compile()
+        trees.append(compiled.memory_analysis().temp_size_in_bytes / w.nbytes)
+        np.testing.assert_allclose(compiled(w, x), want, rtol=1e-5)
+    assert min(trees[:2]) >= k
+    assert trees[2] < 1.5
+
+
+@pytest.mark.parametrize("accumulated", [False, True], ids=["by hand", "decorated"])
+def test_b12_the_batch_is_not_resharded(accumulated):
+    """A global reshape to [k, B/k] moves rows between devices before the loop."""
+    mesh = jax.make_mesh((8,), ("dp",), axis_types=(AxisType.Auto,))
+
+    def loss_fn(w, x):
+        return jnp.mean((x @ w) ** 2)
+
+    def by_hand(w, x):
+        parts = x.reshape(4, B // 4, D)
+        parts = jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, P(None, "dp")))
+        body = lambda grads, rows: (grads + jax.grad(loss_fn)(w, rows), None)  # noqa: E731
+        return jax.lax.scan(body, jnp.zeros_like(w), parts)[0] / 4
+
+    fun = jax.grad(gradaccum.accumulate(loss_fn, microbatches=4, mesh=mesh))
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((D,), P()), ((B, D), P("dp")))
+    ]
+    report = audit.collectives(jax.jit(fun if accumulated else by_hand), *args)
+    kinds = {row.kind for row in report}
+    assert kinds == {"all-reduce"} if accumulated else "all-to-all" in kinds
 
 
 def test_a_stack_of_layers_takes_one_accumulator():

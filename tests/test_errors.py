@@ -227,6 +227,19 @@ def test_at_the_call(name, how):
         run(*args)
 
 
+@pytest.mark.parametrize(
+    ("size", "k", "numbers"),
+    [
+        pytest.param(10, 1, r"axis 0 \(10\) .* = 1 \* 8 = 8. .*pad_batch\(batch, 8\)", id="b1"),
+        pytest.param(16, 4, r"axis 0 \(16\) .* = 4 \* 8 = 32. .*pad_batch\(batch, 32\)", id="b3"),
+    ],
+)
+def test_b1_b3_a_batch_that_does_not_divide_is_named_with_n_and_k(size, k, numbers):
+    """10 rows on 8 devices; 2 rows a device in 4 microbatches, each of which would be empty."""
+    with pytest.raises(ValueError, match=numbers):
+        jax.grad(decorate(microbatches=k))(P4, {"x": rows(size, 4)})
+
+
 def test_a_local_batch_is_divided_by_k_alone():
     f = gradaccum.accumulate(loss_fn, microbatches=4, axis_name=None)
     with pytest.raises(ValueError, match=r"microbatches \* data devices = 4 \* 1 = 4"):

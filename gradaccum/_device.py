@@ -20,6 +20,7 @@ from gradaccum import (
     _trace,
 )
 from gradaccum._arguments import Role, is_key
+from gradaccum._contribution import Loop
 from gradaccum._layout import Layout, Layouts
 from gradaccum._means import Awaited
 from gradaccum._mesh import DataMesh, is_typed, vary, varying_axes
@@ -71,7 +72,7 @@ def accumulate(
 
     sample = [x[0] if role is Role.BATCH else x for role, x in zip(roles, leaves, strict=True)]
     program, tree, types = _trace.trace_loss(call, layouts, typed, sample)
-    loop = _loop.Loop(
+    loop = Loop(
         loss=program,
         weight=_trace.trace_weight(call, layouts, typed, sample),
         aux_types=types,

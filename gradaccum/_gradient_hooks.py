@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from gradaccum import _jaxpr
 from gradaccum._arguments import Arguments, is_array
 from gradaccum._checks import API
+from gradaccum._jaxpr import as_function
 from gradaccum._layout import Layout, Layouts
-from gradaccum._loop import as_function
 from gradaccum._mesh import vary, varying_axes
 from gradaccum._options import Call
 from gradaccum._reduce import Sums

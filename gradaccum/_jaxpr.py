@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jax.ref import AbstractRef
@@ -21,6 +22,17 @@ _SILENT = ("axis_index", "pvary", "pcast")
 def open_jaxpr(jaxpr: Any) -> Any:
     """Returns the open jaxpr of a closed one (from jax 0.12 there is only one kind)."""
     return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def as_function(program: Any) -> Callable[..., list[Any]]:
+    """Returns a jaxpr as a function of arrays to arrays; a constant output may be a literal."""
+    fun = jex_core.jaxpr_as_fun(program)
+
+    def arrays(*args: Any) -> list[Any]:
+        outputs = zip(fun(*args), program.out_avals, strict=True)
+        return [x if isinstance(x, jax.Array) else jnp.asarray(x, a.dtype) for x, a in outputs]
+
+    return arrays
 
 
 def sub_jaxprs(eqn: Any) -> list[Any]:
@@ -137,7 +149,9 @@ def _is_plainly_used(jaxpr: Any, var: Any) -> bool:
             continue
         if eqn.primitive.name in _SLICES:
             return False
-        if not sub_jaxprs(eqn) or eqn.primitive.name in _BY_VALUE:
+        inside = sub_jaxprs(eqn)
+        # (A call without equations is that of a stand-in.)
+        if eqn.primitive.name in _BY_VALUE or not any(jaxpr.eqns for jaxpr in inside):
             continue
         if len(at) > 1 or eqn.primitive.name not in ("jit", "pjit"):
             return False

@@ -125,11 +125,13 @@ def accumulate(
         `reduce_from` forgotten where another sum follows, is not found. Inside an outer
         `shard_map` that one's holds. Operators of `tensor_parallel` take model axes alone.
       fused: add gradients in place, inside the backward pass, for parameters that are scanned
-        over as a stack of layers. False: by value throughout, same values; `jax.vmap` of its
+        over as a stack of layers, cast before that scan or not. False: by value throughout, same values; `jax.vmap` of its
         gradient, second derivatives, and differentiating through a `lax.scan` that holds it need
         that.
       overlap: peel the last microbatch out of the loop, so that the compiler can reduce a
-        gradient while the rest of that backward pass computes. Twice the program, same values.
+        gradient while the rest of that backward pass computes. Twice the program, same values. It
+        helps layers that are written out, on GPUs; the gradient of scanned layers is whole only
+        after their scan, and TPUs kept plain all-reduces synchronous (compiled, see the audit).
       unroll: microbatches per iteration of the loop, as in `jax.lax.scan`.
       hook: `fn(grads, *, index) -> grads`, or a sequence of such: on each microbatch's own mean
         gradient, before its weight, as `Accumulated.register_hook` says. Fused accumulation is off.

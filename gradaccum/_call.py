@@ -23,7 +23,7 @@ from gradaccum._arguments import (
     positional_parameters,
 )
 from gradaccum._layout import Layouts, lay_out, moved_gradients
-from gradaccum._mesh import UNSET, is_typed
+from gradaccum._mesh import UNSET, is_typed, varying_axes
 from gradaccum._options import Call
 from gradaccum._shard import explicit_as_auto, shard_over_data
 
@@ -67,9 +67,17 @@ def _check(call: Call, layouts: Layouts, arrays: Sequence[Any]) -> None:
 def _check_cotangents(call: Call, layouts: Layouts, arrays: Sequence[Any]) -> None:
     """Checks that the gradients can be cotangents, where they are to be."""
     if call.cotangents and call.differentiated is not None:
+
+        def own(i: int) -> bool:
+            """Whether each data device has a value of its own, of which there is no shard."""
+            wanted = call.differentiated is not None and call.differentiated[i]
+            whole = call.form.roles[i] is Role.BROADCAST and not layouts.leaves[i].gathered
+            return wanted and whole and bool(varying_axes(arrays[i]) & {*call.where.axis_names})
+
         moved = dict(moved_gradients(arrays, layouts, call.where, call.differentiated))
         leaves = _labelled(call, arrays, lambda i: i in moved)
         _loss_checks.check_cotangents(leaves, list(moved.values()), call.where.manual)
+        _loss_checks.check_shared(_labelled(call, arrays, own), call.where.axis_names)
 
 
 def prepare(call: Call, arrays: Sequence[Any]) -> tuple[Call, Layouts]:

@@ -244,3 +244,17 @@ def check_cotangents(
         "loss_fn.value_and_grad(...), which can return gradients laid out by grad_specs, instead "
         "of jax.grad; or place the argument as its gradient is to be."
     )
+
+
+def check_shared(leaves: Mapping[str, Any], axis_names: Sequence[str]) -> None:
+    """Raises ValueError for differentiated parameters of which each data device has its own."""
+    if not leaves:
+        return
+    axes = ", ".join(axis_names)
+    names = "; ".join(f"{path}, {jax.typeof(x)}" for path, x in leaves.items())
+    raise ValueError(
+        f"{API}: {names} is differentiated and varies over the data axis {axes}: each device would "
+        "have a value of its own, and one mean is no cotangent of them. Give the parameters as "
+        "they are outside; a jax.lax.pcast of them is not needed, the mean is taken here. Of a "
+        "sharded parameter, name the data axis in in_specs."
+    )

@@ -47,6 +47,21 @@ def test_v1_a_mean_of_gradients_that_are_summed_already():
     assert float(jit(jax.grad(decorate(loss_fn, check_vma=True)))(W, X)) == RIGHT
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["through-the-cast", "of-the-cast"])
+def test_v1_parameters_that_vary_are_refused(inside):
+    """A mean as the cotangent of n values: what casts them would sum it up, n times too large."""
+
+    def cast(w):
+        return jax.lax.pcast(w, "dp", to="varying")
+
+    def grad(w, x):
+        return jax.grad(lambda w: inner(cast(w), x))(w) if inside else jax.grad(inner)(cast(w), x)
+
+    match = r"w, float32\[\].* varies over the data axis dp: .* a jax\.lax\.pcast of them is"
+    with pytest.raises(ValueError, match=match):
+        region(grad)(W, X)
+
+
 def test_v2_no_sum_in_the_body_of_the_loop():
     """Typed, by hand: the value is right, and reduced once for each microbatch."""
 
@@ -170,7 +185,7 @@ def test_v9_v10_v11_accumulators_take_any_variance(fused):
 
     def grad(w, batch):
         b = jax.lax.pcast(w, "dp", to="varying")
-        loss, grads = jax.value_and_grad(fun)({"a": w, "b": b}, batch)
+        loss, grads = fun.value_and_grad()({"a": w, "b": b}, batch)
         return loss, grads["a"], grads["b"][None]
 
     got = region(grad, True, (P(), P(), P("dp")))(W, {"x": X, "mask": mask})

@@ -7,7 +7,7 @@ from jax.extend import core as jex_core
 from jax.sharding import AxisType
 
 import gradaccum
-from gradaccum import _device, _loop, _normalise, _trace
+from gradaccum import _contribution, _device, _normalise, _trace
 
 
 def loss_fn(params, batch):
@@ -61,24 +61,24 @@ def lose_a_row_of_the_loss(monkeypatch):
 
 
 def accumulate_in_the_leafs_dtype(monkeypatch):
-    contribution = _loop._contribution
+    contribution = _contribution._contribution
 
     def broken(*args):
         sums, rows = contribution(*args)
         grads = [None if g is None else g.astype(jnp.bfloat16) for g in sums.grads]
         return sums._replace(grads=grads), rows
 
-    monkeypatch.setattr(_loop, "_contribution", broken)
+    monkeypatch.setattr(_contribution, "_contribution", broken)
 
 
 def accumulate_another_shape(monkeypatch):
-    contribution = _loop._contribution
+    contribution = _contribution._contribution
 
     def broken(*args):
         sums, rows = contribution(*args)
         return sums._replace(grads=[None if g is None else g[None] for g in sums.grads]), rows
 
-    monkeypatch.setattr(_loop, "_contribution", broken)
+    monkeypatch.setattr(_contribution, "_contribution", broken)
 
 
 def reduce_to_another_shape(monkeypatch):

@@ -103,7 +103,7 @@ def test_one_process_writes_and_prints(runs):
 
 
 @pytest.mark.slow
-def test_every_process_profiles_the_same_steps(runs):
+def test_a7_every_process_profiles_the_same_steps(runs):
     processes, many, _ = runs
     n = len(processes.all)
     asked = "--profile_steps=1:3" in next(run for run in RUNS.values() if run[0] == n)
@@ -137,7 +137,7 @@ def seen(tmp_path_factory):
 
 
 @pytest.mark.parametrize("mesh", multihost_worker.MESHES)
-def test_the_rows_of_the_processes_cover_the_batch_and_are_disjoint_by_data(seen, mesh):
+def test_a5_the_rows_of_the_processes_cover_the_batch_and_are_disjoint_by_data(seen, mesh):
     rows = [set(process["rows"][mesh]) for process in seen]
     assert rows[0] | rows[1] == set(range(multihost_worker.BATCH))
     shared = {"model over processes": 16, "model alone": 16, "braided": 8}
@@ -216,7 +216,7 @@ def test_an_error_in_one_process_ends_the_others(start, text, tmp_path):
     ],
     ids=["flags-and-data", "no-data", "devices", "environment"],
 )
-def test_processes_that_differ_end_with_one_line(start, text, tmp_path, own, message):
+def test_a8_processes_that_differ_end_with_one_line(start, text, tmp_path, own, message):
     workdir = tmp_path / "run"
     args = [*SMALL, "--steps=4", f"--data={text}", f"--workdir={workdir}", "--cpu_devices=1"]
     if "--data=/nowhere" in own:

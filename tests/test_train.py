@@ -321,7 +321,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(text, workdi
 ############################################# Flags ##############################################
 
 
-def test_import_defines_no_flag():
+def test_a3_import_defines_no_flag():
     assert not {name for group in train_flags.GROUPS.values() for name in group} & set(flags.FLAGS)
 
 

@@ -89,7 +89,7 @@ def test_a_run_is_the_plain_one(one_call, replayed):
     assert max(line["gradient_norm"] for line in want) > 1  # so that some are clipped
 
 
-def test_steps_of_two_calls_are_steps(tokens, replayed, tmp_path):
+def test_a9_steps_of_two_calls_are_steps(tokens, replayed, tmp_path):
     """The same global batch a step, so the same metrics; rates are of steps, not of calls."""
     parts = "--every_k=2", "--eval_fraction=0.1", "--eval_every=3", "--eval_sequences=5"
     _, lines, _ = run(tmp_path, tokens, *parts)

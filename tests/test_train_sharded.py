@@ -168,7 +168,7 @@ def test_the_run_compared_learns_and_is_clipped(how):
 
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_every_mesh_starts_from_the_same_parameters(mesh, zero):
+def test_t11_every_mesh_starts_from_the_same_parameters(mesh, zero):
     """Made in full, then cut: no shard repeats another's numbers, nor depends on m (T11)."""
     mesh = meshes.make(meshes.parse(mesh), mesh)
     want, tx = first_state(("sgd", "float32"))

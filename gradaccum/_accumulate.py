@@ -125,9 +125,9 @@ def accumulate(
         `reduce_from` forgotten where another sum follows, is not found. Inside an outer
         `shard_map` that one's holds. Operators of `tensor_parallel` take model axes alone.
       fused: add gradients in place, inside the backward pass, for parameters that are scanned
-        over as a stack of layers, cast before that scan or not. False: by value throughout, same values; `jax.vmap` of its
-        gradient, second derivatives, and differentiating through a `lax.scan` that holds it need
-        that.
+        over as a stack of layers, cast before that scan or not. False: by value throughout, same
+        values; `jax.vmap` of its gradient, second derivatives, and differentiating through a
+        `lax.scan` that holds it need that.
       overlap: peel the last microbatch out of the loop, so that the compiler can reduce a
         gradient while the rest of that backward pass computes. Twice the program, same values. It
         helps layers that are written out, on GPUs; the gradient of scanned layers is whole only

@@ -20,8 +20,8 @@ TOLERANCE = {
     "float16": 3e-3,
 }
 
-# What a program costs to compile matters here, not what it costs to run: the flags more than halve
-# the suite's time. jax 0.12 has only the emitters that are fast to run, and aborts at the last flag.
+# What a program costs to compile matters here, not what it costs to run: the flags halve the
+# suite's time. jax 0.12 has only the emitters that are fast to run, and aborts at the last flag.
 COMPILE_FAST = {"xla_backend_optimization_level": 0}
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):

@@ -60,7 +60,7 @@ import dataclasses
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -78,6 +78,50 @@ from gradaccum import aot, audit
 
 def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
     """Run the whole program; return what --json holds."""
+    problem = problem_of(FLAGS)
+    jax.jit(lambda: 0).lower().compile()  # what only the first compilation costs
+    load = [os.getloadavg()[0]]
+    rows = compiled(FLAGS, problem)
+    ours = [name for name, row in rows.items() if row.contender.ours]
+    once = " in a branch (counts once)" if in_branch(FLAGS) else ""
+    print(
+        f"{', '.join(ours)}: one cross-device mean{once}, checked in the compiled program",
+        flush=True,
+    )
+
+    differences = None
+    if not FLAGS.topology:
+        differences = run_rounds(rows, problem, FLAGS.rounds)
+        load.append(os.getloadavg()[0])
+        print_agreement(FLAGS, rows, differences, load)
+    summaries = summaries_of(FLAGS, rows, problem)
+    print_summaries(FLAGS, problem, summaries)
+    swept = sweep(FLAGS, problem, summaries)
+    sizes = sizes_of(FLAGS, problem) if FLAGS.program_size else {}
+
+    here = environment.environment(problem.mesh)
+    here["devices"]["ran"] = not FLAGS.topology
+    results = {
+        "flags": flag_parsing.chosen(FLAGS, bench_flags.GROUPS),
+        **here,
+        "gradient_bytes": problem.gradient_bytes,
+        "load_average": load,
+        "tolerance": TOLERANCES[FLAGS.dtype],
+        "differences": differences,
+        "contenders": summaries,
+        "sweep": swept,
+        "program_instructions": sizes,
+    }
+    if FLAGS.json:
+        flag_parsing.write_json(FLAGS.json, results)
+    if FLAGS.png:
+        title = f"{problem.title}, {problem.mesh.size} {kind_of(problem)} devices"
+        bench_chart.draw(summaries, swept, title, FLAGS.png)
+    return results
+
+
+def problem_of(FLAGS: flags.FlagValues) -> Problem:  # noqa: N803
+    """Make the problem on its mesh, and print what it is."""
     axes = {meshes.REPLICA_AXIS: FLAGS.num_slices} if FLAGS.num_slices > 1 else {}
     axes[meshes.DATA_AXIS] = FLAGS.dp
     asked = f"--num_slices={FLAGS.num_slices} " if FLAGS.num_slices > 1 else ""
@@ -95,43 +139,48 @@ def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
         jnp.dtype(FLAGS.dtype),
         FLAGS.donate,
     )
-    kind = mesh.devices.flat[0].device_kind
+    only = ", compiled for only" if FLAGS.topology else ""
     print(
         f"{problem.title}: a gradient tree is {problem.gradient_bytes:,} bytes\n"
-        f"{mesh.devices.size} devices, {kind}{', compiled for only' if FLAGS.topology else ''}; "
+        f"{mesh.devices.size} devices, {kind_of(problem)}{only}; "
         f"jax {jax.__version__}, Python {platform.python_version()}",
         flush=True,
     )
+    return problem
 
-    jax.jit(lambda: 0).lower().compile()  # what only the first compilation costs
-    load = [os.getloadavg()[0]]
-    rows = compiled(FLAGS, problem)
-    ours = [name for name, row in rows.items() if row.contender.ours]
-    once = " in a branch (counts once)" if in_branch(FLAGS) else ""
+
+def kind_of(problem: Problem) -> str:
+    """Return the kind of the problem's devices."""
+    return str(problem.mesh.devices.flat[0].device_kind)
+
+
+def print_agreement(
+    FLAGS: flags.FlagValues,  # noqa: N803
+    rows: Mapping[str, Row],
+    differences: Mapping[str, Mapping[str, float]],
+    load: Sequence[float],
+) -> None:
+    """Print how far the contenders' values are from ours; those of lossy ones apart."""
+    lossy = [name for name, row in rows.items() if row.contender.tolerance is not None]
+    exact = [d for name, d in differences.items() if name not in lossy]
+    worst = {key: max(d[key] for d in exact) for key in ("loss", "update")}
     print(
-        f"{', '.join(ours)}: one cross-device mean{once}, checked in the compiled program",
+        f"values agree: loss within {worst['loss']:.1g}, update within {worst['update']:.1g} "
+        f"of {OURS}'s (at most {TOLERANCES[FLAGS.dtype]:g})\n"
+        f"{''.join(lost(name, differences[name], rows[name]) for name in lossy)}"
+        f"{FLAGS.rounds} rounds; load average {load[0]:.1f} before, {load[1]:.1f} after, on "
+        f"{os.cpu_count()} cores",
         flush=True,
     )
 
-    differences = None
-    if not FLAGS.topology:
-        differences = run_rounds(rows, problem, FLAGS.rounds)
-        lossy = [name for name, row in rows.items() if row.contender.tolerance is not None]
-        exact = [d for name, d in differences.items() if name not in lossy]
-        worst = {key: max(d[key] for d in exact) for key in ("loss", "update")}
-        load.append(os.getloadavg()[0])
-        print(
-            f"values agree: loss within {worst['loss']:.1g}, update within {worst['update']:.1g} "
-            f"of {OURS}'s (at most {TOLERANCES[FLAGS.dtype]:g})\n"
-            f"{''.join(lost(name, differences[name], rows[name]) for name in lossy)}"
-            f"{FLAGS.rounds} rounds; load average {load[0]:.1f} before, {load[1]:.1f} after, on "
-            f"{os.cpu_count()} cores",
-            flush=True,
-        )
 
-    size = problem.gradient_bytes
-    summaries = summaries_of(FLAGS, rows, problem)
-    print(f"\n{markdown(summaries, size, problem.unit)}\n", flush=True)
+def print_summaries(
+    FLAGS: flags.FlagValues,  # noqa: N803
+    problem: Problem,
+    summaries: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Print the table, and what each contender communicates beside all-reduces."""
+    print(f"\n{markdown(summaries, problem.gradient_bytes, problem.unit)}\n", flush=True)
     for name, s in summaries.items():
         if others := s["other_collective_bytes"]:
             text = ", ".join(f"{kind} {size:,} bytes" for kind, size in others.items())
@@ -144,35 +193,15 @@ def bench(FLAGS: flags.FlagValues) -> dict[str, Any]:  # noqa: N803
                 f"device; a gradient tree / {FLAGS.dp} is {shard:,}"
             )
 
-    swept = sweep(FLAGS, problem, summaries)
-    sizes = {}
-    if FLAGS.program_size:
-        build = bench_flags.CONTENDERS[FLAGS.problem][OURS]
-        sizes = program_sizes(build, problem, bench_flags.PROGRAM_SIZES)
-        same = "the same" if len(set(sizes.values())) == 1 else "NOT the same"
-        text = ", ".join(f"{n:,} instructions at {k:,} microbatches" for k, n in sizes.items())
-        print(f"program size of {OURS}: {text}: {same}", flush=True)
 
-    here = environment.environment(mesh)
-    here["devices"]["ran"] = not FLAGS.topology
-    results = {
-        "flags": flag_parsing.chosen(FLAGS, bench_flags.GROUPS),
-        **here,
-        "gradient_bytes": problem.gradient_bytes,
-        "load_average": load,
-        "tolerance": TOLERANCES[FLAGS.dtype],
-        "differences": differences,
-        "contenders": summaries,
-        "sweep": swept,
-        "program_instructions": sizes,
-    }
-    if FLAGS.json:
-        flag_parsing.write_json(FLAGS.json, results)
-    if FLAGS.png:
-        bench_chart.draw(
-            summaries, swept, f"{problem.title}, {mesh.size} {kind} devices", FLAGS.png
-        )
-    return results
+def sizes_of(FLAGS: flags.FlagValues, problem: Problem) -> dict[int, int]:  # noqa: N803
+    """Return and print the instructions of our program by its number of microbatches."""
+    build = bench_flags.CONTENDERS[FLAGS.problem][OURS]
+    sizes = program_sizes(build, problem, bench_flags.PROGRAM_SIZES)
+    same = "the same" if len(set(sizes.values())) == 1 else "NOT the same"
+    text = ", ".join(f"{n:,} instructions at {k:,} microbatches" for k, n in sizes.items())
+    print(f"program size of {OURS}: {text}: {same}", flush=True)
+    return sizes
 
 
 def compiled(FLAGS: flags.FlagValues, problem: Problem) -> dict[str, Row]:  # noqa: N803

@@ -109,7 +109,10 @@ def define(values: flags.FlagValues) -> None:
     )
     flag_parsing.define_json(values, "File for all that was measured.")
     flag_parsing.define_file(values, "png", "File for a picture of it.")
+    _define_checks(values)
 
+
+def _define_checks(values: flags.FlagValues) -> None:
     factors = ["grad_acc_steps", "dp", "num_slices"]
 
     @flags.multi_flags_validator(["batch_size", *factors], flag_values=values)

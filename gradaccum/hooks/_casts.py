@@ -54,7 +54,7 @@ def _in_dtype(local: Local, dtype: Any) -> list[jax.Array]:
 class allreduce(_Stateless):  # noqa: N801 (as DDP's)
     """Take the mean as it is taken without a hook.
 
-        mean = sum(sum) / sum(weight)
+        mean = sum_d s_d / W,   s_d device d's weighted sum, W = sum_d w_d of the weights
 
     Communication: one `psum` over the data axes, of leaves and weights together, each in its own
     dtype (`reduce_dtype` of the decorator is not used beside a hook).
@@ -131,7 +131,7 @@ class noop(_Stateless):  # noqa: N801
 class bf16_compress(_Stateless):  # noqa: N801
     """Send gradients in bfloat16: half of float32's bytes.
 
-        mean = float32(sum(bfloat16(sum))) / sum(weight)
+        mean = float32(sum_d bfloat16(s_d)) / W,   s_d device d's weighted sum, W the weights' sum
 
     Communication: one `psum` over the data axes (two where `axis_name` names some of them, the
     first in full). Scalars, weights, integers and complex leaves travel as they are; float64 is
@@ -172,10 +172,10 @@ class bf16_compress(_Stateless):  # noqa: N801
 class fp16_compress(_Stateless):  # noqa: N801
     """Send gradients in float16, scaled so that none overflows: half of float32's bytes.
 
-        mean = sum(float16(sum / scale)) * scale / sum(weight),   scale = max over devices of |sum|
+        mean = sum_d float16(s_d / scale) * scale / W,   scale = max over d and entries of |s_d|
 
-    with one scale a leaf, so that small gradients do not underflow either: what is less than
-    2^-25 of its leaf's largest entry becomes 0. The sum of n rows then is n at most. An inf or NaN
+    with s_d device d's weighted sum, W the sum of weights, and one scale a leaf, so that small gradients do not underflow either: what is less than
+    2^-25 of its leaf's largest entry becomes 0. Sums of n rows then are at most n in size. An inf or NaN
     of any device makes its whole leaf NaN, so that a check for finite gradients sees it.
 
     Communication: a `pmax` of one float32 a leaf, then one `psum`. Scalars, weights, integers and

@@ -174,9 +174,10 @@ class fp16_compress(_Stateless):  # noqa: N801
 
         mean = sum_d float16(s_d / scale) * scale / W,   scale = max over d and entries of |s_d|
 
-    with s_d device d's weighted sum, W the sum of weights, and one scale a leaf, so that small gradients do not underflow either: what is less than
-    2^-25 of its leaf's largest entry becomes 0. Sums of n rows then are at most n in size. An inf or NaN
-    of any device makes its whole leaf NaN, so that a check for finite gradients sees it.
+    with s_d device d's weighted sum, W the sum of weights, and one scale a leaf, so that small
+    gradients do not underflow either: what is less than 2^-25 of its leaf's largest entry becomes
+    0. Sums of n rows then are at most n in size. An inf or NaN of any device makes its whole leaf
+    NaN, so that a check for finite gradients sees it.
 
     Communication: a `pmax` of one float32 a leaf, then one `psum`. Scalars, weights, integers and
     complex leaves travel as they are.

@@ -121,6 +121,6 @@ def check_kept(
     if bad:
         raise ValueError(
             f"{api}: the state holds residuals of other gradients: {'; '.join(bad)}. Rows are one "
-            f"a device along {', '.join(map(repr, axes)) or 'no axis'}: move a state to another number of "
-            "devices with MultiSteps.resize, or init it anew."
+            f"a device along {', '.join(map(repr, axes)) or 'no axis'}: move a state to another "
+            "number of devices with MultiSteps.resize, or init it anew."
         )

@@ -7,84 +7,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from layer_network import (
+    IDS,
+    PARAMS,
+    SHAPES,
+    SHARDED,
+    SPECS,
+    WHOLE,
+    D,
+    F,
+    in_parallel,
+    network,
+    run,
+    whole,
+)
+from layouts import in_float64, jit
+from model_axis import cast, mesh_of, modes, sharded, sizes
 
 from gradaccum import audit
-from gradaccum.tensor_parallel import column_dense, copy_to, embedding, reduce_from, row_dense
+from gradaccum.tensor_parallel import column_dense, embedding, row_dense
 
-jit = functools.partial(jax.jit, compiler_options=helpers.COMPILE_FAST)
-
-modes = pytest.mark.parametrize("typed", [False, True], ids=["untyped", "typed"])
-sizes = pytest.mark.parametrize("m", [1, 2, 4])
 LAYERS = (embedding, column_dense, row_dense)
-
-
-def mesh_of(*sizes, names=("mp",)):
-    devices = jax.devices()[: np.prod(sizes)]
-    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
-
-
-def sharded(fun, in_specs, out_specs, m=2, typed=False, **options):
-    options |= {"in_specs": in_specs, "out_specs": out_specs, "check_vma": typed}
-    return jax.shard_map(fun, mesh=mesh_of(m) if isinstance(m, int) else m, **options)
-
-
-# --- A network: an embedding, a norm's scale, columns and rows with biases, a residual -----------
-
-V, D, F = 12, 4, 8
-SPECS = {"table": P("mp"), "scale": P(), "up": P(None, "mp"), "a": P("mp"), "down": P("mp")}
-SPECS |= {"b": P()}
-SHAPES = {"table": (V, D), "scale": (D,), "up": (D, F), "a": (F,), "down": (F, D), "b": (D,)}
-PARAMS = {name: helpers.normal(i, *shape) / 2 for i, (name, shape) in enumerate(SHAPES.items())}
-IDS = np.array([[0, 5, 11], [3, -1, 7]])  # one is padding
-
-SHARDED = {
-    "look_up": lambda table, ids: embedding(table, ids, "mp"),
-    "columns": lambda x, w, b: column_dense(x, w, b, "mp"),
-    "rows": lambda x, w, b: row_dense(x, w, b, "mp"),
-}
-
-
-def dense(x, w, b):
-    return x @ w + b[None, None]
-
-
-WHOLE = {
-    "look_up": lambda table, ids: jnp.where((ids >= 0)[..., None], table[ids], 0),
-    "columns": dense,
-    "rows": dense,
-}
-
-
-def network(p, ids, look_up, columns, rows):
-    h = look_up(p["table"], ids)
-    normed = h / (1 + jnp.abs(h).max(-1, keepdims=True)) * p["scale"][None, None]
-    h += jnp.sin(rows(jnp.tanh(columns(normed, p["up"], p["a"])), p["down"], p["b"]))
-    return jnp.sum(h * jnp.sin(jnp.arange(h.size, dtype=h.dtype)).reshape(h.shape))
-
-
-whole, in_parallel = (functools.partial(network, **layers) for layers in (WHOLE, SHARDED))
-
-
-def cast(tree, dtype):
-    return jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)), tree)
-
-
-def widest(x):
-    return np.asarray(x, np.float64 if jnp.issubdtype(x.dtype, jnp.floating) else None)
-
-
-def in_float64(fun, *args):
-    """Returns fun of these very values, computed in float64."""
-    with jax.enable_x64(True):
-        return jax.device_get(jit(fun)(*jax.tree.map(widest, args)))
-
-
-def run(fun, m, typed, dtype="float32"):
-    """Returns loss and gradients of the sharded network."""
-    fun = sharded(jax.value_and_grad(fun), (SPECS, P()), (P(), SPECS), m, typed)
-    return jit(fun)(cast(PARAMS, dtype), IDS)
 
 
 @sizes
@@ -131,91 +75,6 @@ def test_several_axes_order_shards_as_a_partition_spec_does():
     fun = sharded(fun, (specs, P()), (P(), specs), mesh_of(2, 2, names=("a", "b")))
     got = jit(fun)(cast(PARAMS, "float32"), IDS)
     helpers.assert_close(got, in_float64(jax.value_and_grad(whole), PARAMS, IDS), "float32")
-
-
-# --- What goes wrong without each part: the controls of the tests above --------------------------
-
-CONTROLS = {  # a broken layer, the leaves whose gradient is wrong, and by what factor (None: other)
-    "psum instead of g (T1)": (
-        {"rows": lambda x, w, b: jax.lax.psum(x @ w, "mp") + b[None, None]},
-        {"scale": 2, "up": 2, "a": 2, "down": 2},
-        {"table"},
-    ),
-    "no f (T5)": ({"columns": dense}, {}, {"table", "scale"}),
-    "one f too many": (
-        {"columns": lambda x, w, b: column_dense(copy_to(x, "mp"), w, b, "mp")},
-        {"scale": 2},
-        {"table"},
-    ),
-}
-
-
-@pytest.mark.parametrize("control", CONTROLS)
-def test_t1_t5_untyped_without_an_operator_the_loss_is_right_and_gradients_are_not(control):
-    broken, factors, others = CONTROLS[control]
-    fun = functools.partial(network, **SHARDED | broken)
-    loss, grads = run(fun, 2, False)
-    want_loss, want = in_float64(jax.value_and_grad(whole), PARAMS, IDS)
-    helpers.assert_close(loss, want_loss, "float32")
-    expected = {n: want[n] * factors.get(n, 1) for n in want if n not in others}
-    helpers.assert_close({n: grads[n] for n in expected}, expected, "float32")
-    for n in others:
-        assert np.abs(grads[n] - want[n]).max() > 0.02 * np.abs(want[n]).max(), n
-
-
-def textbook(forward, backward):
-    fun = jax.custom_vjp(forward)
-    fun.defvjp(lambda x: (forward(x), None), lambda _, ct: (backward(ct),))
-    return fun
-
-
-def same(x):
-    return x
-
-
-def psum(x):
-    return jax.lax.psum(x, "mp")
-
-
-def test_t3_typed_a_textbook_f_doubles_what_is_upstream_silently():
-    """T3: its rule sums what the type system has summed already."""
-    f = textbook(same, psum)
-    columns = {"columns": lambda x, w, b: dense(f(x), w, b)}
-    loss, grads = run(functools.partial(network, **SHARDED | columns), 2, True)
-    want_loss, want = in_float64(jax.value_and_grad(whole), PARAMS, IDS)
-    helpers.assert_close(loss, want_loss, "float32")
-    helpers.assert_close(grads["scale"], 2 * want["scale"], "float32")
-    helpers.assert_close(grads["up"], want["up"], "float32")
-
-
-def test_t4_typed_a_textbook_g_is_a_type_error():
-    """T4: the cotangent of what varies has to vary."""
-    g = textbook(psum, same)
-    rows = {"rows": lambda x, w, b: g(x @ w) + b[None, None]}
-    with pytest.raises((TypeError, ValueError), match=r"(?s)varying|manual"):
-        run(functools.partial(network, **SHARDED | rows), 2, True)
-
-
-# The right loss is 7.34: a product of 6.12, and a bias that adds 1.22.
-ROW_ARGS = np.float32([[1, 2]]), np.float32([[1.12, 1], [1, 1]]), np.float32([0.5, 0.72])
-ROW_LAYERS = {
-    "row_dense": (lambda x, w, b: row_dense(x, w, b, "mp"), 7.34, [1, 1]),
-    "bias before the sum (T9)": (lambda x, w, b: reduce_from(x @ w + b[None], "mp"), 8.56, [1, 1]),
-    "a part of the bias (T10)": (
-        lambda x, w, b: reduce_from(x @ w + b[None] / 2, "mp"),
-        7.34,
-        [0.5, 0.5],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ROW_LAYERS)
-def test_t9_t10_the_row_bias_counts_once_in_the_loss_and_in_its_gradient(name):
-    layer, want_loss, want_grad = ROW_LAYERS[name]
-    fun = jax.value_and_grad(lambda x, w, b: layer(x, w, b).sum(), argnums=2)
-    loss, grad = jit(sharded(fun, (P(None, "mp"), P("mp"), P()), P()))(*ROW_ARGS)
-    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
-    np.testing.assert_allclose(grad, want_grad, rtol=1e-6)
 
 
 # --- Inside transformations ----------------------------------------------------------------------

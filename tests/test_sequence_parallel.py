@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from layouts import in_float64, jit
+from model_axis import cast, mesh_of, modes, sharded, sizes
 
 import gradaccum
 from gradaccum import audit
@@ -22,32 +23,6 @@ from gradaccum.tensor_parallel import (
     reduce_scatter_from,
     row_dense,
 )
-
-jit = functools.partial(jax.jit, compiler_options=helpers.COMPILE_FAST)
-
-modes = pytest.mark.parametrize("typed", [False, True], ids=["untyped", "typed"])
-sizes = pytest.mark.parametrize("m", [1, 2, 4])
-
-
-def mesh_of(*sizes, names=("mp",)):
-    devices = jax.devices()[: np.prod(sizes)]
-    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
-
-
-def sharded(fun, in_specs, out_specs, m=2, typed=False):
-    options = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": typed}
-    return jax.shard_map(fun, mesh=mesh_of(m) if isinstance(m, int) else m, **options)
-
-
-def cast(tree, dtype):
-    return jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)), tree)
-
-
-def in_float64(fun, *args):
-    """Returns fun of these very values, computed in float64."""
-    with jax.enable_x64(True):
-        return jax.device_get(jit(fun)(*jax.tree.map(lambda x: np.asarray(x, np.float64), args)))
-
 
 # --- A network between whose layers the sequence is sharded ---------------------------------------
 
@@ -280,42 +255,3 @@ def test_collectives_are_those_of_the_docstring(name, typed, m):
         rows = audit.collectives(jit(sharded(call, specs, results, mesh, typed)), *args)
         found = sorted((row.kind, row.axes, row.bytes) for row in rows)
         assert found == (sorted(kinds) if m > 1 else []), rows
-
-
-# --- Errors --------------------------------------------------------------------------------------
-
-
-def error_of(fun, *args):
-    mesh = mesh_of(2, 4, names=("dp", "mp"))
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the caller matches the text
-        jit(sharded(fun, P(), P(), mesh))(*args)
-    return str(caught.value)
-
-
-def test_a_sequence_that_m_does_not_divide():
-    x, w = np.ones((6, 3)), np.ones((3, 5))
-    message = error_of(lambda x, w: row_dense(x, w, None, "mp", sequence_axis=0), x, w)
-    assert message == (
-        "row_dense: got x with shape (6, 3); axis 0 (6) is not divisible by the 4 devices along "
-        "axis_name='mp'. Pad it to 8 and mask what was added, or take a number of devices that "
-        "divides 6."
-    )
-
-
-@pytest.mark.parametrize("layer", [column_dense, row_dense], ids=lambda f: f.__name__)
-def test_a_sequence_axis_that_x_does_not_have(layer):
-    def message(axis):
-        fun = lambda x, w: layer(x, w, None, "mp", sequence_axis=axis)  # noqa: E731
-        return error_of(fun, np.ones((4, 6)), np.ones((6, 8)))
-
-    api = layer.__name__
-    for axis in (-1, 1):
-        assert message(axis) == (
-            f"{api}: got sequence_axis={axis} for x with shape (4, 6); the last dimension holds "
-            "the features. Give the dimension of the sequence."
-        )
-    for axis in (2, -3):
-        assert message(axis) == (
-            f"{api}: got sequence_axis={axis} for x with shape (4, 6), needed -2 <= sequence_axis "
-            "< 2. Give the dimension that is split over the devices."
-        )

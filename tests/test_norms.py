@@ -8,66 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from layouts import jit, mesh_of
+from model_axis import modes
+from norm_runs import SPECS, clip_of, norm_of, optax_clip, run, tree_of
 
 from gradaccum import audit
-from gradaccum.tensor_parallel import clip_by_global_norm, global_norm, reduce_from
-
-jit = functools.partial(jax.jit, compiler_options=helpers.COMPILE_FAST)
-modes = pytest.mark.parametrize("typed", [False, True], ids=["untyped", "typed"])
-
-SPECS = {"up": P(None, "mp"), "down": P("mp"), "norm": None, "scale": P()}
-SHAPES = {"up": (3, 8), "down": (8, 3), "norm": (3,), "scale": ()}
-
-
-def tree_of(dtype="float32", factor=1.0):
-    rng = np.random.default_rng(0)
-
-    def leaf(shape):
-        x = rng.normal(size=shape) * factor
-        x = x + 1j * rng.normal(size=shape) * factor if dtype == "complex64" else x
-        return jnp.asarray(x).astype(dtype)
-
-    return {name: leaf(shape) for name, shape in SHAPES.items()}
-
-
-def mesh_of(sizes):
-    devices = jax.devices()[: np.prod(list(sizes.values()))]
-    types = (AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
-
-
-def run(fun, tree, specs=None, out_specs=None, typed=False, compiled=True, **sizes):
-    """Runs fun of this device's shards; out_specs are the tree's own where not given."""
-    specs = SPECS if specs is None else specs
-    placed = jax.tree.map(lambda s: s or P(), specs, is_leaf=lambda s: s is None)
-    options = {
-        "mesh": mesh_of(sizes or {"mp": 4}),
-        "in_specs": (placed,),
-        "out_specs": placed if out_specs is None else out_specs,
-        "check_vma": typed,
-    }
-    fun = jax.shard_map(fun, **options)
-    return jit(fun)(tree) if compiled else fun(tree)
-
-
-def norm_of(tree, specs=None, axis_name="mp", **options):
-    specs = SPECS if specs is None else specs
-    fun = functools.partial(global_norm, specs=specs, axis_name=axis_name)
-    return run(fun, tree, specs, P(), **options)
-
-
-def clip_of(tree, max_norm, specs=None, axis_name="mp", **options):
-    specs = SPECS if specs is None else specs
-    clip = clip_by_global_norm(max_norm, specs, axis_name)
-    return run(lambda g: clip.update(g, clip.init(g))[0], tree, specs, **options)
-
-
-def optax_clip(tree, max_norm):
-    clip = optax.clip_by_global_norm(max_norm)
-    return clip.update(tree, clip.init(tree))[0]
-
+from gradaccum.tensor_parallel import clip_by_global_norm, global_norm
 
 # --- Against optax, of the whole arrays ----------------------------------------------------------
 
@@ -206,45 +153,6 @@ def test_prefixes(typed):
     assert run(replicated, tree, {"layer": P()}, P(), typed=typed) == 4
 
 
-# --- T7, T8: the same, written down wrongly ------------------------------------------------------
-
-ONES = {"up": np.ones((3, 8), np.float32), "norm": np.ones(12, np.float32)}  # a norm of 6
-WRONG = {
-    "each device's own": (lambda square: square, 18**0.5),
-    "T7: a psum of all": (lambda square: reduce_from(square, "mp"), 72**0.5),
-    "T8: a mean of all": (lambda square: reduce_from(square, "mp") / 4, 18**0.5),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_t7_t8_wrong_norms(case):
-    combine, value = WRONG[case]
-    specs = {"up": P(None, "mp"), "norm": P()}
-    wrong = run(lambda t: jnp.sqrt(combine(optax.tree.norm(t, squared=True))), ONES, specs, P())
-    np.testing.assert_allclose(wrong, value, rtol=1e-6)
-    np.testing.assert_allclose(norm_of(ONES, specs), 6, rtol=1e-6)
-
-
-@modes
-def test_optaxs_own_clip_inside_makes_replicated_leaves_diverge(typed):
-    """One shard is large: the replicated leaf is scaled differently on each device."""
-    tree = {"up": np.ones((3, 8), np.float32), "norm": np.ones(3, np.float32)}
-    tree["up"][:, 0] = 100
-    specs = {"up": P(None, "mp"), "norm": P()}
-
-    def copies(clip):
-        def fun(g):
-            return clip.update(g, clip.init(g))[0]["norm"][None]
-
-        return run(fun, tree, specs, P("mp"), typed=False)
-
-    own = copies(optax.clip_by_global_norm(1.0))
-    assert np.ptp(own, axis=0).max() > 0.1
-    ours = copies(clip_by_global_norm(1.0, specs, "mp"))
-    np.testing.assert_array_equal(ours, np.broadcast_to(ours[:1], ours.shape))
-    helpers.assert_close(clip_of(tree, 1.0, specs, typed=typed), optax_clip(tree, 1.0))
-
-
 # --- Steps ---------------------------------------------------------------------------------------
 
 
@@ -328,48 +236,6 @@ def test_one_all_reduce_for_each_set_of_axes(case):
     sharded = jax.shard_map(fun, mesh=mesh_of({"fsdp": 2, "mp": 4}), **options)
     rows = audit.collectives(jit(sharded), tree)
     assert [(r.kind, r.bytes) for r in rows] == [("all-reduce", 4)] * sets
-
-
-# --- Errors --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("api", [norm_of, clip_of], ids=["global_norm", "clip_by_global_norm"])
-def test_errors_name_the_function(api):
-    name = "global_norm" if api is norm_of else "clip_by_global_norm"
-
-    def message(error, specs, axis_name="mp", typed=False):
-        def fun(tree):
-            if api is norm_of:
-                return global_norm(tree, specs, axis_name)
-            return clip_by_global_norm(1.0, specs, axis_name).update(tree, optax.EmptyState())[0]
-
-        with pytest.raises(error) as caught:
-            run(fun, tree_of(), out_specs=P(), typed=typed)
-        return str(caught.value)
-
-    assert f"{name}: got axis_name='tp', needed" in message(ValueError, SPECS, "tp")
-    assert f"{name}: got axis_name=('mp', 'mp'), needed" in message(ValueError, SPECS, ("mp", "mp"))
-    missing = {n: s for n, s in SPECS.items() if n != "up"}
-    text = message(ValueError, missing)
-    assert text.startswith(f"{name}: specs is not a pytree prefix of its argument: it has nothing")
-    assert "['up']" in text
-    assert f"{name}: specs holds 'mp'; its leaves must be" in message(
-        TypeError, SPECS | {"up": "mp"}
-    )
-    text = message(ValueError, SPECS | {"up": P(), "down": P(None)}, typed=True)
-    assert text == (
-        f"{name}: ['down'] (2, 3) differs over mp, its spec is {P(None)}; ['up'] (3, 2) differs "
-        f"over mp, its spec is {P()}. Give specs as the arrays lie: those of the in_specs."
-    )
-
-
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), None, "1", 1j], ids=repr)
-def test_max_norm(value):
-    with pytest.raises(ValueError, match="clip_by_global_norm") as caught:
-        clip_by_global_norm(value, SPECS, "mp")
-    assert str(caught.value) == (
-        f"clip_by_global_norm: max_norm is {value!r}; it must be a number > 0."
-    )
 
 
 def test_an_infinite_max_norm_keeps_all():

@@ -78,6 +78,10 @@ def normal(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape)
 
 
+def numbers(*shape):
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+
 def dense(p, batch):
     h = jnp.tanh(batch["x"][:, 0] @ p["w1"] + p["b1"][None])
     return (h @ p["w2"] - batch["y"]) ** 2

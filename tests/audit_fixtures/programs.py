@@ -6,6 +6,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 D = 16
+TREE = 4 * 2 * (D * D + D)  # bytes of the gradient tree
 
 
 def mesh_of(**axes):

@@ -1,17 +1,14 @@
-"""The tensor-parallel comparison: what it prints, what it finds, the real command."""
+"""The tensor-parallel comparison: what it prints, what it finds."""
 
 import dataclasses
 import math
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comparison import TINY, remembering, run, run_json, run_printed
+from comparison import remembering, run, run_json, run_printed
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -266,42 +263,3 @@ def test_a_nan_is_too_large_and_the_worst():
     line = summary({"a": others, "b": rows, "c": others}, 1.0)
     assert line.startswith("of 4 losses and gradients 3 differ by more than 1; the largest ")
     assert line.endswith("nan, b w")
-
-
-######################################## The real command ########################################
-
-
-def command(*args):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
-    return subprocess.run(
-        [sys.executable, "-m", "absl_apps.tensor_parallel", *args],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-        check=False,
-    )
-
-
-def test_the_command():
-    result = command(*TINY, "--models=haiku", "--meshes=dp=4,mp=2")
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    assert "dp=4,mp=2 haiku\n" in result.stdout
-    assert "dp=4,mp=2: of 12 losses and gradients none differ" in result.stdout
-
-
-def test_the_command_fails_where_a_gradient_is_wrong():
-    args = ("--models=haiku", "--break_rule=plain_psum", "--meshes=dp=1,mp=2")
-    result = command(*TINY, *args)
-    assert result.returncode == 1
-    line = "tensor_parallel: dp=1,mp=2 haiku: differs by more than 2e-05: embedding/table, "
-    assert result.stderr.startswith(line)
-    assert result.stderr.count("\n") == 1
-
-
-def test_the_command_s_mistakes_are_one_line():
-    result = command(*TINY, "--meshes=dp=2")
-    assert result.returncode == 1
-    assert result.stdout == ""
-    assert re.fullmatch(r"tensor_parallel: --meshes=dp=2: needed [^\n]*\n", result.stderr)

@@ -1,16 +1,8 @@
 """The picture of what the bench measured."""
 
-from absl import flags
+from bench_runs import TINY, parse
 
-from absl_apps import bench, bench_chart, bench_flags
-
-TINY = ("--grad_acc_steps=4", "--batch_size=64", "--d_model=32", "--n_layer=2", "--rounds=2")
-
-
-def parse(*args):
-    values = flags.FlagValues()
-    bench_flags.parse(["bench", *args], values, manual="The manual.")
-    return values
+from absl_apps import bench, bench_chart
 
 
 def test_a_sweep_and_its_picture(tmp_path, monkeypatch):

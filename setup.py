@@ -40,6 +40,8 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["gradaccum", "gradaccum.*", "absl_apps", "absl_apps.*"]),
     package_data={"gradaccum": ["py.typed", "CHANGELOG.md"]},
+    # The core's tests have run on jax 0.10.0 and 0.10.2 with Python 3.11, on 0.12.0.1 with 3.13;
+    # numpy 2.4.6 and 2.5.5, optax 0.2.8, chex 0.1.92. Before 0.10.0 no backward pass takes refs.
     install_requires=[
         "jax>=0.10.0",
         "jaxlib>=0.10.0",

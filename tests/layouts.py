@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 B, D, H, V = 32, 8, 16, 8
+WITHIN = 2e-5  # of the largest entry of a leaf, float32
 
 MESHES = {
     "dp": {"dp": 8},
@@ -194,6 +195,15 @@ LAYOUTS = {
 def place(tree, mesh, specs):
     """Puts each array where its spec says."""
     return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, specs)
+
+
+def shapes(tree, mesh, specs):
+    """Returns the shapes of arrays that would lie there."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)),
+        tree,
+        specs,
+    )
 
 
 def constrain(tree, mesh, specs):

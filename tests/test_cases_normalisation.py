@@ -99,7 +99,7 @@ def test_n12_batch_statistics_are_averaged_over_microbatches_and_devices(n):
 
 
 def test_n10_what_is_not_additive_is_documented_as_an_average():
-    """Its value: test_equivalence.py."""
+    """Its value: test_normalisation.py."""
     text = "such as a load-balance loss or a batch norm's statistics, is averaged over the"
     assert says(gradaccum.accumulate, text)
     assert says(gradaccum.accumulate, "that is not its full-batch value")

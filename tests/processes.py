@@ -15,6 +15,10 @@ from absl import flags
 import absl_apps
 from absl_apps import train_flags
 
+SMALL = (
+    *("--d_model=16", "--n_layer=1", "--n_head=4", "--seq_len=16", "--compute_dtype=float32"),
+    *("--global_batch=16", "--microbatches=2", "--learning_rate=0.03"),
+)
 ROOT = pathlib.Path(absl_apps.__file__).parent.parent
 # Gloo's own word, of several threads at once: cut anywhere between its pieces.
 _GLOO = re.compile(

@@ -58,6 +58,19 @@ def test_the_peak_is_reached_and_never_passed(shape):
     assert np.all(np.diff(every[5:]) <= 0)
 
 
+def test_schedule_counts_steps():
+    schedule = optimizers.make_schedule(peak=1.0, warmup_steps=4, steps=12)
+    rates = [float(schedule(jnp.asarray(step))) for step in range(13)]
+    np.testing.assert_allclose(rates[:5], [0.2, 0.4, 0.6, 0.8, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(rates[8], (1 + 0.1) / 2, rtol=1e-6)
+    np.testing.assert_allclose(rates[12], 0.1, rtol=1e-6)
+    assert (
+        float(optimizers.make_schedule(peak=1.0, warmup_steps=0, steps=12)(jnp.asarray(0))) == 1.0
+    )
+    defaults = optimizers.make_schedule(peak=1.0, warmup_steps=None, steps=40)
+    np.testing.assert_allclose(defaults(jnp.asarray(4)), 1.0, rtol=1e-6)
+
+
 ######################################### One update #############################################
 
 PARAMS = {"a": np.array([1.0, -2.0]), "b": np.array([3.0])}
@@ -136,3 +149,19 @@ def test_an_update_is_of_its_own_steps_rate(name):
         updates, state = tx.update(g, state, x)
         ones, unit_state = unit.update(g, unit_state, x)
         np.testing.assert_allclose(updates / ones, [schedule(step)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(optimizers.LEARNING_RATES))
+def test_every_optimizer_descends(name):
+    tx = optimizers.make_optimizer(name, optimizers.make_schedule(0.05, None, 100))
+
+    @jax.jit
+    def descend(x):
+        def body(carry, _):
+            x, state = carry
+            updates, state = tx.update(2 * x, state, x)
+            return (optax.apply_updates(x, updates), state), None
+
+        return jax.lax.scan(body, (x, tx.init(x)), length=100)[0][0]
+
+    assert np.all(np.abs(descend(jnp.array([1.0, -1.0]))) < 0.2)

@@ -17,15 +17,17 @@ import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
+import parallel_functions as functions
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from parallel_losses import D, H, V, arrays_like, count_targets, random_arrays, whole_losses
 
 from absl_apps import haiku_model, transformer
 from absl_apps.layers import PLAIN, sharded
 from gradaccum.tensor_parallel import column_dense, cross_entropy, embedding, row_dense
 
 MESHES = {"1x4": (1, 4), "2x4": (2, 4), "4x2": (4, 2), "8x1": (8, 1)}
-B, T, V, D, H = 32, 8, 12, 8, 16
+B, T = 32, 8
 
 jit = functools.partial(jax.jit, compiler_options=helpers.COMPILE_FAST)
 
@@ -79,103 +81,6 @@ def make_batch(seed=11):
     targets[4:12] = -1
     targets[12] = V  # past the end is ignored too
     return {"tokens": tokens, "ids": tokens[:, :-1], "targets": targets.astype(np.int32)}
-
-
-def count_targets(batch):
-    return ((batch["targets"] >= 0) & (batch["targets"] < V)).sum().astype(jnp.float32)
-
-
-def _whole_losses(logits, targets):
-    counts = (targets >= 0) & (targets < V)
-    picked = jnp.take_along_axis(
-        jax.nn.log_softmax(logits), jnp.where(counts, targets, 0)[..., None], axis=-1
-    )
-    return jnp.where(counts, -picked[..., 0], 0)
-
-
-def _mean_of_targets(losses, batch):
-    """0/0 where none counts, as such losses are."""
-    return losses.sum() / count_targets(batch).astype(losses.dtype)
-
-
-def _norm(x, scale, bias):
-    x = x - x.mean(-1, keepdims=True)
-    x = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-3)
-    return x * scale[None, None] + bias[None, None]
-
-
-def _random(shapes, seed):
-    leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
-    arrays = [helpers.normal(seed + i, *s) / np.sqrt(s[0] if len(s) > 1 else 4)
-              for i, s in enumerate(leaves)]  # fmt: skip
-    return jax.tree.unflatten(tree, arrays)
-
-
-def _like(shapes, seed):
-    """Returns random arrays of a tree of abstract ones."""
-    return _random(jax.tree.map(lambda x: x.shape, shapes), seed)
-
-
-# --- Plain functions -----------------------------------------------------------------------------
-
-MLP = {
-    "table": (V, D),
-    "scale": (D,),
-    "shift": (D,),
-    "up": (D, H),
-    "up_bias": (H,),
-    "down": (H, D),
-    "down_bias": (D,),
-    "out": (D, V),
-    "out_bias": (V,),
-}
-MLP_SPECS = {
-    "table": P("mp"),
-    "scale": P(),
-    "shift": P(),
-    "up": P(None, "mp"),
-    "up_bias": P("mp"),
-    "down": P("mp"),
-    "down_bias": P(),
-    "out": P(None, "mp"),
-    "out_bias": P("mp"),
-}
-
-
-def mlp_whole(p, batch):
-    x = p["table"][batch["ids"]]
-    h = _norm(x, p["scale"], p["shift"])
-    h = jnp.tanh(h @ p["up"] + p["up_bias"][None, None])
-    x = x + h @ p["down"] + p["down_bias"][None, None]
-    logits = x @ p["out"] + p["out_bias"][None, None]
-    return _mean_of_targets(_whole_losses(logits, batch["targets"]), batch)
-
-
-def mlp_sharded(p, batch):
-    x = embedding(p["table"], batch["ids"], "mp")
-    h = _norm(x, p["scale"], p["shift"])
-    h = jnp.tanh(column_dense(h, p["up"], p["up_bias"], "mp"))
-    x = x + row_dense(h, p["down"], p["down_bias"], "mp")
-    logits = column_dense(x, p["out"], p["out_bias"], "mp")
-    return _mean_of_targets(cross_entropy(logits, batch["targets"], "mp"), batch)
-
-
-TIED = {"table": (V, D), "up": (D, H), "down": (H, D), "down_bias": (D,), "out_bias": (V,)}
-
-
-def tied_whole(p, batch):
-    x = p["table"][batch["ids"]]
-    x = x + jnp.sin(x @ p["up"]) @ p["down"] + p["down_bias"][None, None]
-    logits = x @ p["table"].T + p["out_bias"][None, None]
-    return _mean_of_targets(_whole_losses(logits, batch["targets"]), batch)
-
-
-def tied_sharded(p, batch):
-    x = embedding(p["table"], batch["ids"], "mp")
-    h = jnp.sin(column_dense(x, p["up"], None, "mp"))
-    x = x + row_dense(h, p["down"], p["down_bias"], "mp")
-    logits = column_dense(x, p["table"].T, p["out_bias"], "mp")
-    return _mean_of_targets(cross_entropy(logits, batch["targets"], "mp"), batch)
 
 
 # --- Flax linen: nn.Embed, nn.LayerNorm and nn.Dense, and the same parameters as shards ---------
@@ -249,66 +154,17 @@ LINEN_SPECS = {
 def linen_init():
     ids = jnp.zeros((1, 1), jnp.int32)
     shapes = jax.eval_shape(lambda: Whole(jnp.float32).init(jax.random.key(0), ids)["params"])
-    return _like(shapes, 30)
+    return arrays_like(shapes, 30)
 
 
 def linen_whole(p, batch):
     logits = Whole(p["norm"]["bias"].dtype).apply({"params": p}, batch["ids"])
-    return _whole_losses(logits, batch["tokens"][:, 1:]).mean()
+    return whole_losses(logits, batch["tokens"][:, 1:]).mean()
 
 
 def linen_sharded(p, batch):
     logits = Sharded(p["norm"]["bias"].dtype).apply({"params": p}, batch["ids"])
     return cross_entropy(logits, batch["tokens"][:, 1:], "mp").mean()
-
-
-# --- Equinox: a module of arrays, and a function among its leaves --------------------------------
-
-
-class Net(eqx.Module):
-    table: Any
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-    out: eqx.nn.Linear
-    act: Callable[..., Any]
-
-    def __init__(self, key):
-        keys = jax.random.split(key, 4)
-        self.table = jax.random.normal(keys[0], (V, D))
-        self.up, self.down, self.out = (
-            eqx.nn.Linear(*sizes, key=key)
-            for sizes, key in zip(((D, H), (H, D), (D, V)), keys[1:], strict=True)
-        )
-        self.act = jax.nn.silu
-
-
-def equinox_init():
-    net = eqx.filter_eval_shape(Net, jax.random.key(5))
-    shapes, static = eqx.partition(net, lambda x: isinstance(x, jax.ShapeDtypeStruct))
-    return eqx.combine(_like(shapes, 50), static)
-
-
-def equinox_whole(net, batch):
-    rows = lambda f: jax.vmap(jax.vmap(f))  # noqa: E731
-    x = net.table[batch["ids"]]
-    x = x + rows(net.down)(net.act(rows(net.up)(x)))
-    return _whole_losses(rows(net.out)(x), batch["tokens"][:, 1:]).mean()
-
-
-def equinox_sharded(net, batch):
-    """Linear's weights are [out, in]: a shard of columns is one of its rows."""
-    x = embedding(net.table, batch["ids"], "mp")
-    h = net.act(column_dense(x, net.up.weight.T, net.up.bias, "mp"))
-    x = x + row_dense(h, net.down.weight.T, net.down.bias, "mp")
-    logits = column_dense(x, net.out.weight.T, net.out.bias, "mp")
-    return cross_entropy(logits, batch["tokens"][:, 1:], "mp").mean()
-
-
-def _equinox_specs():
-    of = lambda net: (net.table, net.up.weight, net.up.bias, net.down.weight, net.down.bias,  # noqa: E731
-                      net.out.weight, net.out.bias)  # fmt: skip
-    specs = (P("mp"), P("mp"), P("mp"), P(None, "mp"), P(), P("mp"), P("mp"))
-    return eqx.tree_at(of, eqx.filter(equinox_init(), eqx.is_array), specs)
 
 
 # --- The programs' models ------------------------------------------------------------------------
@@ -340,7 +196,7 @@ def transformer_loss(p, batch, layers):
 def transformer_init():
     """Random scales too, and a head that is not zero."""
     config = transformer.Config(2 * D, LAYERS, HEADS, "float32")
-    p = _like(jax.eval_shape(lambda: transformer.init(jax.random.key(0), config)), 60)
+    p = arrays_like(jax.eval_shape(lambda: transformer.init(jax.random.key(0), config)), 60)
     p["layers"] = jax.tree.map(lambda x: x * (LAYERS**0.5 / x.shape[-2] ** 0.5), p["layers"])
     return p | {"embed": p["embed"] * 16}
 
@@ -372,13 +228,18 @@ _SEQUENCE = {
 
 MODELS = {
     "mlp": Model(
-        lambda: _random(MLP, 0), mlp_whole, mlp_sharded, MLP_SPECS, _reductions(1), weighted=True
+        lambda: random_arrays(functions.MLP, 0),
+        functions.mlp_whole,
+        functions.mlp_sharded,
+        functions.MLP_SPECS,
+        _reductions(1),
+        weighted=True,
     ),
     "tied": Model(
-        lambda: _random(TIED, 10),
-        tied_whole,
-        tied_sharded,
-        {name: MLP_SPECS[name] for name in TIED},
+        lambda: random_arrays(functions.TIED, 10),
+        functions.tied_whole,
+        functions.tied_sharded,
+        {name: functions.MLP_SPECS[name] for name in functions.TIED},
         _reductions(1),
         weighted=True,
     ),
@@ -387,7 +248,11 @@ MODELS = {
     ),
     "linen": Model(linen_init, linen_whole, linen_sharded, LINEN_SPECS, _reductions(1)),
     "equinox": Model(
-        equinox_init, equinox_whole, equinox_sharded, _equinox_specs(), _reductions(1)
+        functions.equinox_init,
+        functions.equinox_whole,
+        functions.equinox_sharded,
+        functions.equinox_specs(),
+        _reductions(1),
     ),
     "transformer": _of_layers(
         transformer_init, transformer_loss, transformer.specs("mp"), _reductions(2 * LAYERS)

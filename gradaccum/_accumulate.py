@@ -93,8 +93,8 @@ def accumulate(
       loss_reduction: "mean", or "sum": the loss sums over its microbatch, and loss and gradients
         are summed over microbatches and devices.
       weight_fn: the batch arguments of a microbatch, in the order of the parameters of `fun`, ->
-        real scalar >= 0, such as its number of tokens. No gradient flows through it. A microbatch
-        of weight 0 adds nothing (its CONCAT rows are 0); all weights 0 give loss 0, gradients 0.
+        real scalar >= 0 (not checked), such as its number of tokens, without a gradient. One of
+        weight 0 adds nothing (its CONCAT rows are 0); all weights 0 give loss 0, gradients 0.
       key_argnums: positions of arguments with PRNG keys, into which the global microbatch index
         `device * k + i` is folded. A typed key that is not named is an error, a raw one cannot be
         told from data. `()`: the keys are meant to be shared.
@@ -228,9 +228,10 @@ def accumulate(
 
     def decorate(fun: Callable[..., Any]) -> Accumulated:
         _checks.check_function(fun)
-        batch = Selection.of(_checks.API, fun, batch_argnums, batch_argnames)
+        batch = Selection.of(_checks.API, "batch", fun, batch_argnums, batch_argnames)
         keys = Selection.of(
             _checks.API,
+            "key",
             fun,
             () if key_argnums is UNSET else key_argnums,
             () if key_argnames is UNSET else key_argnames,

@@ -75,11 +75,12 @@ class Selection:
     def of(
         cls,
         api: str,
+        kind: str,
         fun: Callable[..., Any],
         argnums: int | Sequence[int],
         argnames: str | Sequence[str],
     ) -> Selection:
-        """Completes positions with their parameters' names, and the reverse.
+        """Completes positions with their parameters' names, and the reverse; kind: batch or key.
 
         Raises:
           TypeError: `argnums` are no ints or `argnames` no strings.
@@ -87,7 +88,7 @@ class Selection:
         """
         nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         names = (argnames,) if isinstance(argnames, str) else tuple(argnames)
-        _check_selection(api, fun, nums, names)
+        _check_selection(api, kind, fun, nums, names)
         params = positional_parameters(fun)
         nums += tuple(params.index(n) for n in names if n in params)
         names += tuple(params[i] for i in nums if 0 <= i < len(params) and params[i] not in names)
@@ -101,16 +102,20 @@ class Selection:
 
 
 def _check_selection(
-    api: str, fun: Callable[..., Any], nums: Sequence[Any], names: Sequence[Any]
+    api: str, kind: str, fun: Callable[..., Any], nums: Sequence[Any], names: Sequence[Any]
 ) -> None:
     if any(isinstance(i, bool) or not isinstance(i, int) for i in nums) or not all(
         isinstance(n, str) for n in names
     ):
         raise TypeError(
-            f"{api}: argnums must be ints and argnames strings, got {nums!r} and {names!r}."
+            f"{api}: {kind}_argnums must be ints and {kind}_argnames strings, got {nums!r} and "
+            f"{names!r}."
         )
     if len({*nums}) < len(nums) or len({*names}) < len(names):
-        raise ValueError(f"{api}: argnums {nums!r} or argnames {names!r} name an argument twice.")
+        raise ValueError(
+            f"{api}: {kind}_argnums={nums!r} or {kind}_argnames={names!r} names an argument twice. "
+            "Name it once."
+        )
     try:
         parameters = inspect.signature(fun).parameters
     except (TypeError, ValueError):
@@ -121,9 +126,11 @@ def _check_selection(
     missing = [i for i in nums if not many and not -count <= i < count]
     missing += [n for n in names if not more and n not in parameters]
     if missing:
+        positions = f"positions from 0 to {count - 1}, or " if count else ""
         raise ValueError(
-            f"{api}: {', '.join(map(repr, missing))} in argnums or argnames is no parameter of "
-            f"{getattr(fun, '__name__', fun)}({', '.join(parameters)})."
+            f"{api}: {', '.join(map(repr, missing))} in {kind}_argnums or {kind}_argnames is no "
+            f"parameter of {getattr(fun, '__name__', fun)}({', '.join(parameters)}). Give "
+            f"{positions}names of these."
         )
 
 

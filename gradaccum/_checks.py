@@ -148,13 +148,24 @@ def check_batch(leaves: Mapping[str, Any], arguments: Sequence[Any], k: int, dev
         )
     size: int = next(iter(leaves.values())).shape[0]
     needed = k * devices
-    if size == 0 or size % needed:
+    if size == 0:
+        raise ValueError(f"{API}: {_shapes(leaves)}: the batch is empty. Give it at least one row.")
+    if size % needed:
         product = f"microbatches * data devices = {k} * {devices} = {needed}"
         raise ValueError(
             f"{API}: {_shapes(leaves)}; axis 0 ({size}) is not divisible by {product}. "
-            f"Pad the batch with gradaccum.pad_batch(batch, {needed})."
+            f"Pad the batch with gradaccum.pad_batch(batch, {needed}){_fewer(size, devices)}."
         )
     return size
+
+
+def _fewer(size: int, devices: int) -> str:
+    """Returns the other remedy, where the devices alone divide the batch."""
+    if size % devices:
+        return ""
+    fits = [k for k in range(1, size // devices + 1) if size // devices % k == 0]
+    some = ", ".join(map(str, fits if len(fits) < 7 else [*fits[:3], "...", *fits[-3:]]))
+    return f", or take a number of microbatches that divides {size // devices}: {some}"
 
 
 def _shapes(leaves: Mapping[str, Any]) -> str:

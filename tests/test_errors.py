@@ -58,15 +58,24 @@ DECORATION = {
     "axis kind": ({"axis_name": 3}, ValueError, "axis_name is 3; it must be a mesh axis's name"),
     "axis twice": ({"axis_name": ("dp", "dp")}, ValueError, "a tuple of different ones"),
     "mesh kind": ({"mesh": "dp"}, TypeError, "mesh is 'dp'; it must be a jax.sharding.Mesh"),
-    "argnums kind": ({"batch_argnums": "x"}, TypeError, "argnums must be ints .* got .'x',."),
-    "argnums twice": ({"batch_argnums": (1, 1)}, ValueError, r"\(1, 1\) .* name an argument twice"),
+    "argnums kind": ({"batch_argnums": "x"}, TypeError, "batch_argnums must be ints .* got .'x',."),
+    "argnums twice": (
+        {"batch_argnums": (1, 1)},
+        ValueError,
+        r"batch_argnums=\(1, 1\) .* names an argument twice",
+    ),
     "argnums too large": (
         {"batch_argnums": (1, 2)},
         ValueError,
-        r"2 in argnums or argnames is no parameter of loss_fn\(params, batch\)",
+        r"2 in batch_argnums or batch_argnames is no parameter of loss_fn\(params, batch\)\. Give "
+        r"positions from 0 to 1, or names of these\.",
     ),
-    "argnames": ({"batch_argnames": "typo"}, ValueError, "'typo' in argnums or argnames is no"),
-    "key argnames": ({"key_argnames": "typo"}, ValueError, "'typo' in argnums or argnames is no"),
+    "argnames": (
+        {"batch_argnames": "typo"},
+        ValueError,
+        "'typo' in batch_argnums or batch_argnames",
+    ),
+    "key argnames": ({"key_argnames": "typo"}, ValueError, "'typo' in key_argnums or key_argnames"),
     "no function": ({"fun": 3}, TypeError, r"3 is not a function of \(params, batch"),
 }
 
@@ -96,9 +105,10 @@ CALLS = {
         {"microbatches": 16},
         (P4, {"x": rows(64, 4)}),
         ValueError,
-        r"axis 0 \(64\) is not divisible by microbatches \* data devices = 16 \* 8 = 128",
+        r"axis 0 \(64\) is not divisible by microbatches \* data devices = 16 \* 8 = 128\. Pad .*, "
+        r"or take a number of microbatches that divides 8: 1, 2, 4, 8\.",
     ),
-    "empty batch": ({}, (P4, {"x": rows(0, 4)}), ValueError, r"axis 0 \(0\) is not divisible"),
+    "empty batch": ({}, (P4, {"x": rows(0, 4)}), ValueError, r"\(0, 4\): the batch is empty"),
     "leading sizes": (
         {},
         (P4, {"x": rows(32, 4), "y": rows(64)}),

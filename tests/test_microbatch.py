@@ -109,10 +109,12 @@ def test_static_leaves_without_a_hash_compare_by_identity():
 
 def test_flatten_and_rebuild_are_inverse():
     fun = lambda params, batch, *, key, flag: None  # noqa: E731
-    batch = Selection.of("api", fun, 1, ())
+    batch = Selection.of("api", "batch", fun, 1, ())
     args = ({"w": jnp.ones(2), "act": jnp.tanh}, (jnp.ones((4, 1)), jnp.float32(1), None))
     kwargs = {"key": jax.random.key(0), "flag": True}
-    form, arrays = _arguments.flatten_call(args, kwargs, batch, Selection.of("api", fun, (), "key"))
+    form, arrays = _arguments.flatten_call(
+        args, kwargs, batch, Selection.of("api", "batch", fun, (), "key")
+    )
     assert form.roles == (Role.BROADCAST, Role.BATCH, Role.BROADCAST, Role.KEY)
     assert form.paths(fun) == ["params['w']", "batch[0]", "batch[1]", "key"]
     got_args, got_kwargs = form.rebuild(arrays)
@@ -120,5 +122,8 @@ def test_flatten_and_rebuild_are_inverse():
     assert got_args[0]["act"] is jnp.tanh
     assert got_kwargs["flag"] is True
     assert (
-        form == _arguments.flatten_call(args, kwargs, batch, Selection.of("api", fun, (), "key"))[0]
+        form
+        == _arguments.flatten_call(
+            args, kwargs, batch, Selection.of("api", "batch", fun, (), "key")
+        )[0]
     )

@@ -18,6 +18,9 @@ from jax.extend import core as jex_core
 from gradaccum._jaxpr import is_variable, open_jaxpr
 from gradaccum._mesh import vary, varying_axes
 
+# What a scan's equation says on jax 0.10 and 0.12: with more, it would not be rebuilt as it is.
+_SCAN = {"jaxpr", "length", "reverse", "unroll", "num_consts", "num_carry", "ft_in", "ft_out"}
+
 
 class _Place(NamedTuple):
     """Where a stack enters a scan."""
@@ -81,7 +84,7 @@ def _places(jaxpr: Any, dtypes: Mapping[int, Any]) -> list[_Place]:
             continue
         number, at = users[stack]
         eqn = jaxpr.eqns[number]
-        if eqn.primitive.name == "scan" and _is_scanned(eqn, at):
+        if eqn.primitive.name == "scan" and eqn.params.keys() <= _SCAN and _is_scanned(eqn, at):
             places.append(_Place(number, at, leaf))
     return places
 

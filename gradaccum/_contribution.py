@@ -14,6 +14,7 @@ from gradaccum import _contracts, _jaxpr
 from gradaccum._arguments import Role
 from gradaccum._mesh import vary, varying_axes
 from gradaccum._reduce import Rows, Sums, sum_dtype
+from gradaccum._repeated import share_repeated
 from gradaccum._stand_ins import with_stand_ins
 
 
@@ -109,7 +110,7 @@ def _evaluate(
 
     A target is a ref to add the gradient into, or None for its value. `index` is the hook's.
     """
-    fun = _jaxpr.as_function(loop.loss)
+    fun = _jaxpr.as_function(share_repeated(loop.loss))
     inputs = [*arrays, *map(zeros, loop.loss.in_avals[len(arrays) :])]
     wanted = [loop.input_of(i) for i in loop.wanted]
 
@@ -189,12 +190,13 @@ def _trace_with(
 ) -> Traced:
     refs = [jax.new_ref(zeros(loop.loss.in_avals[loop.input_of(i)])) for i in in_place]
 
-    def contribution(refs: list[Any], *rest: Any) -> tuple[Sums, Rows]:
+    @jax.jit  # one equation: the loop's body need not be traced equation by equation again
+    def microbatch(refs: list[Any], *rest: Any) -> tuple[Sums, Rows]:
         targets = dict(zip(in_place, refs, strict=True))
         return _contribution(loop, [targets.get(i) for i in loop.wanted], *rest)
 
     given = (refs, index, weight, list(arrays))
-    traced, form = jax.make_jaxpr(contribution, return_shape=True)(*given)
+    traced, form = jax.make_jaxpr(microbatch, return_shape=True)(*given)
     return Traced(traced, form, in_place, refs)
 
 

@@ -172,7 +172,7 @@ def has_aliased_ref(jaxpr: Any) -> bool:
 
 def computes_in(jaxpr: Any, dtype: Any) -> bool:
     """True if an input or any intermediate value has this dtype."""
-    jaxpr = open_jaxpr(jaxpr)
+    jaxpr, dtype = open_jaxpr(jaxpr), jnp.dtype(dtype)
     values = [*jaxpr.invars, *(v for eqn in equations(jaxpr) for v in eqn.outvars)]
     return any(getattr(v.aval, "dtype", None) == dtype for v in values)
 
